@@ -150,6 +150,7 @@ class SimilarNorm(NamedTuple):
     size: int
     eps: float
     zero_centered: bool
+    eps_name: str
 
 
 def looks_like_rms_norm(module: torch.nn.Module) -> bool:
@@ -162,7 +163,7 @@ def looks_like_rms_norm(module: torch.nn.Module) -> bool:
         and len(module._parameters) == 1
         and not module._buffers
         and not module._modules
-        and _eps(module) is not None
+        and _eps_name(module) is not None
         and len(inspect.signature(type(module).forward).parameters) == 2  # self and the input
     )
 
@@ -182,8 +183,9 @@ def similar_norm(module: torch.nn.Module) -> SimilarNorm | None:
     The module's forward runs on four rows on the CPU, with a weight of other values than the
     module's, and is compared with torch's.
     """
-    eps = _eps(module)
-    assert eps is not None
+    eps_name = _eps_name(module)
+    assert eps_name is not None
+    eps = vars(module)[eps_name]
     size = module._parameters["weight"].shape[0]  # type: ignore[union-attr]  # it looks like a norm
     options: Any = {"dtype": torch.float32, "device": "cpu"}
     x = torch.arange(4 * size, **options).view(4, size).sin()
@@ -200,13 +202,13 @@ def similar_norm(module: torch.nn.Module) -> SimilarNorm | None:
         factor = 1 + weight if zero_centered else weight
         want = torch.nn.functional.rms_norm(x, (size,), factor, eps)
         if result.shape == want.shape and torch.allclose(result.float(), want, 1e-5, 1e-7):
-            return SimilarNorm(size, eps, zero_centered)
+            return SimilarNorm(size, eps, zero_centered, eps_name)
     return None
 
 
-def _eps(module: torch.nn.Module) -> float | None:
-    values = (vars(module).get(name) for name in _EPS)
-    return next((value for value in values if isinstance(value, float) and value > 0), None)
+def _eps_name(module: torch.nn.Module) -> str | None:
+    values = {name: vars(module).get(name) for name in _EPS}
+    return next((n for n, value in values.items() if isinstance(value, float) and value > 0), None)
 
 
 Source: TypeAlias = torch.nn.Linear | torch.nn.LayerNorm | torch.nn.RMSNorm
@@ -510,4 +512,6 @@ def _like(module: torch.nn.Module, name: str) -> LowPrecisionModule:
             return cls(size, module.eps, **options)
         norm = similar_norm(module)
         assert norm is not None
-        return RMSNorm(norm.size, norm.eps, zero_centered_gamma=norm.zero_centered, **options)
+        result = RMSNorm(norm.size, norm.eps, zero_centered_gamma=norm.zero_centered, **options)
+        result.eps_name = norm.eps_name
+        return result

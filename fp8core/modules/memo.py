@@ -48,7 +48,8 @@ class Witnesses(NamedTuple):
 
     Attributes:
         equal: returns the attributes of :func:`_compared`, by value: what decides how each runs,
-            its ``call_fields``; of a module of another library whether it trains.
+            its ``call_fields`` and ``shape_fields``; of a module of another library whether it
+            trains.
         values: what they were.
         same: returns those that are compared by identity.
         objects: what they were.
@@ -89,6 +90,7 @@ def _compared(module: Any, *, is_called: bool) -> tuple[Sequence[str], Sequence[
     bound to, and the weights of the scope of frozen weights that was open, None if none was.
     """
     fields = getattr(module, "call_fields", ("training",))
+    fields = *fields, *getattr(module, "shape_fields", ())
     bindings = getattr(module, "_bindings", None)
     is_bound = bindings is not None and bindings.last is not None
     bound = ("_bindings.last", "_bindings.weights.scope") if is_bound else ()

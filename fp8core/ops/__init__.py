@@ -388,6 +388,8 @@ class Dropout(Operation):
     mask.
     """
 
+    shape_fields = ("p",)
+
     def __init__(self, p: float) -> None:
         super().__init__(None)
         self.p = check_probability("ops.Dropout", "p", p)

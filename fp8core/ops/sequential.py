@@ -277,6 +277,10 @@ class Sequential(LowPrecisionModule):
         chains = [group for group in self._groups() if isinstance(group, _Chain)]
         return tuple(shape for chain in chains for shape in chain.shapes)
 
+    @override
+    def shape_values(self) -> tuple[LinkShape, ...]:
+        return self.link_shapes()  # what an operation within has by now
+
     def link_params(self) -> list[torch.Tensor]:
         """Return the parameters of all chains; extra inputs come with the call."""
         chains = [group for group in self._groups() if isinstance(group, _Chain)]
@@ -360,7 +364,8 @@ class Sequential(LowPrecisionModule):
         # A layer is bound for its own mode: one of an operation, as of a dropout, may be another.
         is_uniform_mode = all(operation.training is self.training for operation in chain.operations)
         if is_whole and is_uniform_mode and not chain.returns_input:
-            return run_layer(self, input, first, columns=columns, params=params, like=like)[0]
+            like_last: Any = {"params": params, "like": like, "arguments": shapes}
+            return run_layer(self, input, first, columns=columns, **like_last)[0]
         dtype = check_input(self, input, like, columns)
         bound = bind(self, input.device, dtype, shapes=shapes, first_gemm=chain.first_gemm)
         call = bound.call(first)

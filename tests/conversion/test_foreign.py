@@ -327,3 +327,13 @@ def test_a_changed_conversion_is_not_undone() -> None:
         fp8core.unconvert(model)
     del experts.forward
     fp8core.unconvert(model)
+
+
+def test_an_eps_that_is_set_later_takes_effect_under_its_own_name() -> None:
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(LlamaConfig(**SIZES)).to(DEVICE)
+    fp8core.convert(model, "current")
+    norm, x = model.model.norm, torch.randn(4, SIZES["hidden_size"], device=DEVICE)
+    for eps in (1e-6, 1.0):
+        norm.variance_epsilon = eps
+        torch.testing.assert_close(norm(x), torch.nn.functional.rms_norm(x, x.shape[-1:], eps=eps))

@@ -475,6 +475,70 @@ def test_calls_after_another_one_are_those_of_a_layer_that_remembers_none(
         assert_same(got, told(plain, change))
 
 
+CHANGED: dict[str, tuple[Callable[[], torch.nn.Module], str, Any]] = {
+    "eps": (lambda: fp8core.RMSNorm(HIDDEN), "eps", 1.0),
+    "the factor": (lambda: fp8core.LayerNorm(HIDDEN), "zero_centered_gamma", True),
+    "the factor within": (
+        lambda: fp8core.LayerNormLinear(HIDDEN, HIDDEN),
+        "zero_centered_gamma",
+        True,
+    ),
+    "a bias": (lambda: fp8core.Linear(HIDDEN, HIDDEN), "return_bias", True),
+    "the norm's result": (
+        lambda: fp8core.LayerNormMLP(HIDDEN, HIDDEN),
+        "return_layernorm_output",
+        True,
+    ),
+    "the first norm of a layer": (
+        lambda: fp8core.TransformerLayer(
+            *(HIDDEN, HIDDEN, HEADS), hidden_dropout=0.0, attention_dropout=0.0, **ONE_WEIGHT
+        ),
+        "self_attention.layernorm_qkv.zero_centered_gamma",
+        True,
+    ),
+    "a probability": (lambda: fp8core.ops.Dropout(0.5), "p", 0.0),
+    "a scale": (lambda: fp8core.ops.ConstantScale(2.0), "scale", 0.5),
+    "an operation of a chain": (
+        lambda: fp8core.ops.Sequential(fp8core.ops.L2Normalization(), fp8core.ops.GELU()),
+        "0.eps",
+        1.0,
+    ),
+    "an operation of an inner chain": (
+        lambda: fp8core.ops.Sequential(
+            fp8core.ops.Sequential(fp8core.ops.GELU(), fp8core.ops.GELU()), fp8core.ops.GELU()
+        ),
+        "0.1",
+        fp8core.ops.ReLU(),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ["delayed", "none"])
+@pytest.mark.parametrize("case", CHANGED)
+def test_an_attribute_takes_effect_after_the_first_call(case: str, name: str) -> None:
+    make, path, value = CHANGED[case]
+    torch.manual_seed(4)
+    layer = make().to(DEVICE)
+    x = torch.randn(LENGTH, 2, HIDDEN, device=DEVICE)
+    fresh = copy.deepcopy(layer)
+    with active(name), torch.no_grad():
+        for _ in range(2):
+            layer(x)
+        module, _, attribute = path.rpartition(".")
+        for each in (layer, fresh):
+            setattr(each.get_submodule(module), attribute, value)
+        for _ in range(2):
+            assert_same(ways.tensors(layer(x)), ways.tensors(fresh(x)))
+
+
+def test_a_layer_whose_attribute_changes_in_each_call_keeps_one_chain() -> None:
+    dropout, x = fp8core.ops.Dropout(0.0), torch.ones(4, 4, device=DEVICE)
+    for step in range(9):
+        dropout.p = step / 9
+        dropout(x)
+    assert len(dropout._bindings.table) == 1
+
+
 # --- what is repeated ---
 
 

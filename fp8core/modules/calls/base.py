@@ -55,6 +55,8 @@ class LowPrecisionModule(DelayedModule):
     call_fields: ClassVar[tuple[str, ...]] = (
         *("training", "outside_autocast", "local_part", "wgrad_queue", "has_static_scales"),
     )
+    # The attributes that decide about the shapes: the layer is bound anew where one has changed.
+    shape_fields: ClassVar[tuple[str, ...]] = ()
     use_bias: bool
     fuse_wgrad_accumulation = False
     # How many groups of a grouped layer compute each token.
@@ -83,6 +85,11 @@ class LowPrecisionModule(DelayedModule):
         """Return the shapes of the layer's chain, which do not depend on its recipe; none for a
         layer of a user that computes without one."""
         return ()
+
+    def shape_values(self) -> tuple[object, ...]:
+        """Return the values of ``shape_fields``, which a caller may have set since the last
+        call."""
+        return tuple([getattr(self, name) for name in self.shape_fields])
 
     def link_names(self) -> list[tuple[str, ...]] | None:
         """Return the names of the chain's parameters, in order; a parameter that is put together

@@ -133,7 +133,8 @@ def bind(
             is_observing or (tape.is_grad_enabled and not is_static)
         )
     mode = (is_observing, records, is_grad_enabled, layer.training)
-    key = (recipe, device, dtype, policy.current(), mode, offsets_on_device, shapes, first_gemm)
+    options = offsets_on_device, shapes, first_gemm
+    key = (recipe, device, dtype, policy.current(), mode, *options, layer.shape_values())
     last = layer._bindings.last
     if last is not None and last[0] == key:
         bound: Bound = last[1]
@@ -153,9 +154,10 @@ def _changed(layer: LowPrecisionModule, key: tuple[Any, ...]) -> Bound:
     """Return the links of ``layer`` for ``key``, other ones than those of its last call: ranks that
     compute it together agree on them, or on the change to those that it has run before.
 
-    ``key`` has recipe, device, dtype, policy, mode, the options of :func:`bind`: all that decides.
+    ``key`` has recipe, device, dtype, policy, mode, the options of :func:`bind`, and the layer's
+    ``shape_values``: all that decides.
     """
-    recipe, device, dtype, _, mode, offsets_on_device, shapes, first_gemm = key
+    recipe, device, dtype, _, mode, offsets_on_device, shapes, first_gemm, values = key
     chain_shapes = shapes or _shapes(layer, offsets_on_device)
     binding = Binding(device, dtype, mode[0])
     bindings = layer._bindings
@@ -175,6 +177,8 @@ def _changed(layer: LowPrecisionModule, key: tuple[Any, ...]) -> Bound:
     elif last is not None and agreement.covers(key) and agreement.covers(last[0]):
         agreement.change(layer.label, last[0], key)
     with bind_lock:
+        if last is not None and last[0][-1] != values:  # as a probability that falls in each step
+            bindings.table.clear()
         bound: Bound | None = layer._bindings.table.get(key)
         if bound is None:
             arguments = (layer, recipe, mode, binding, chain_shapes, first_gemm)

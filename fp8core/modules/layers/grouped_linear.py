@@ -67,7 +67,6 @@ class GroupedLinear(ParallelModule, ExtraTensors):
     """
 
     kind = "grouped_linear"
-    call_fields = (*ParallelModule.call_fields, "return_bias")
     num_extra_inputs = 1  # the sizes of the groups, in an ops.Sequential
     is_link = False
     first_group = 0  # the number that the names of the parameters begin with

@@ -43,7 +43,6 @@ class LayerNormLinear(Linear):
     """
 
     kind = "layernorm_linear"
-    call_fields = (*Linear.call_fields, "return_layernorm_output")
 
     def __init__(
         self,

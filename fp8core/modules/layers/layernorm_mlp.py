@@ -65,10 +65,7 @@ class LayerNormMLP(ParallelModule):
     """
 
     kind = "layernorm_mlp"
-    call_fields = (
-        *ParallelModule.call_fields,
-        *("checkpoint", "return_bias", "return_layernorm_output"),
-    )
+    call_fields = (*ParallelModule.call_fields, "checkpoint")
     fc1_weight: torch.nn.Parameter
     fc1_bias: torch.nn.Parameter | None
     fc2_weight: torch.nn.Parameter

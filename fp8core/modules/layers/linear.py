@@ -77,7 +77,6 @@ class Linear(ParallelModule):
     """
 
     kind = "linear"
-    call_fields = (*ParallelModule.call_fields, "return_bias")
 
     def __init__(
         self,

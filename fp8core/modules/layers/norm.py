@@ -62,6 +62,8 @@ class _Norm(LowPrecisionModule):
     kind = "norm"
     weight: torch.nn.Parameter
     norm_kind: ClassVar[str]
+    # What a class of another library calls its eps.
+    eps_name = "eps"
 
     def __init__(
         self,
@@ -103,9 +105,15 @@ class _Norm(LowPrecisionModule):
         names = norm_names(self.norm_kind, "")
         reset_norm(self, names, zero_centered=self.zero_centered_gamma)
 
+    @property
+    def shape_fields(self) -> tuple[str, ...]:  # type: ignore[override]  # a class's elsewhere
+        """The names of eps and of the choice of the factor."""
+        return self.eps_name, "zero_centered_gamma"
+
     @override
     def link_shapes(self) -> tuple[NormShape]:
-        sizes = self.norm_kind, self.hidden_size, self.eps, self.zero_centered_gamma
+        eps: float = getattr(self, self.eps_name)
+        sizes = self.norm_kind, self.hidden_size, eps, self.zero_centered_gamma
         return (NormShape(*sizes, self.dtype_of("weight")),)
 
     @property

@@ -200,6 +200,8 @@ class Identity(Operation):
 class ConstantScale(Operation):
     """``scale * x``, in the dtype of ``x``."""
 
+    shape_fields = ("scale",)
+
     def __init__(self, scale: float) -> None:
         super().__init__(None)
         if isinstance(scale, bool) or not isinstance(scale, int | float):
@@ -219,6 +221,8 @@ class L2Normalization(Operation):
 
     ``seq_length`` and ``micro_batch_size`` are accepted for compatibility.
     """
+
+    shape_fields = ("eps",)
 
     def __init__(
         self,

@@ -142,6 +142,10 @@ class ParallelModule(LowPrecisionModule):
     description of its parameters, from which follow their names, values, and links.
     """
 
+    shape_fields = (
+        *("return_bias", "return_layernorm_output", "return_layernorm_output_gathered"),
+        *("fuse_wgrad_accumulation", "save_original_input", "zero_centered_gamma"),
+    )
     parallel: Parallel = ALONE
     parallel_mode: str | None = None
     return_bias = False

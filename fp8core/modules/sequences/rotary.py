@@ -144,6 +144,7 @@ class Rotary(LowPrecisionModule):
     """
 
     kind = "rotary"
+    shape_fields = ("tensor_format", "interleaved")
 
     def __init__(
         self, tensor_format: str = "sbhd", interleaved: bool = False, name: str | None = None
