@@ -267,7 +267,9 @@ class ConvertedDecoder(ConvertedBlock):
         is_causal = keywords.get("is_causal")
         if is_causal is None:
             is_causal = getattr(attention, "is_causal", True)
-        if (shape.attention.scale, shape.attention.window[1] == 0) != (scaling, is_causal):
+        sharing = shape.heads.num_heads // shape.heads.num_groups
+        now = scaling, is_causal, getattr(attention, "num_key_value_groups", sharing)
+        if (shape.attention.scale, shape.attention.window[1] == 0, sharing) != now:
             return None
         if attention.training and getattr(dropout, "p", dropout):
             return None

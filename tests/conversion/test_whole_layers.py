@@ -147,6 +147,15 @@ def test_other_calls_run_as_they_would(
         torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-4)
 
 
+def test_groups_that_are_set_later_are_those_of_sdpa(whole: list[bool]) -> None:
+    model = converted(llama().train())
+    step(model, TOKENS)
+    model.model.layers[0].self_attn.num_key_value_groups = 1  # which do not fit
+    with pytest.raises(RuntimeError, match="must match the size"):
+        step(model, TOKENS)
+    assert whole == [True] * 2
+
+
 # `activation_checkpointing_enable` is its name from transformers 5 on.
 @pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable` is deprecated")
 @pytest.mark.parametrize("use_reentrant", [False, True])
