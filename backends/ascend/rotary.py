@@ -12,8 +12,6 @@ def refused_rotary(desc: RotaryDesc) -> str | None:
     """Return why ``desc`` is not computed, or None."""
     if desc.layout not in ("sbhd", "bshd"):
         return f"no rotary embedding in {desc.layout}, whose sequences' ends are on the device"
-    if desc.into:
-        return "rotated heads have memory of their own"
     is_supported = desc.dtype in (torch.float32, *arguments.QUANTIZABLE)
     return None if is_supported else f"no rotary embedding of {desc.dtype}"
 

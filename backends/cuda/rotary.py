@@ -6,7 +6,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.autograd.graph import increment_version
 
 from fp8core.backend_api import ATTENTION_LAYOUTS, OperandError, PackedRotaryDesc, RotaryDesc
 from fp8core_backends.cuda.layout import DTYPES
@@ -19,8 +18,6 @@ def _problem(desc: RotaryDesc) -> str | None:
     """Say why there is no kernel for ``desc``, or None."""
     if desc.layout not in ATTENTION_LAYOUTS:
         return f"no layout {desc.layout!r}"
-    if desc.into and isinstance(desc, PackedRotaryDesc):
-        return "the heads of all have memory of their own"
     return None if desc.dtype in DTYPES else f"no rotary embedding of {desc.dtype}"
 
 
@@ -58,9 +55,8 @@ class Rotary:
         v: torch.Tensor | None = None,
         start_positions: torch.Tensor | None = None,
         cu_seqlens: torch.Tensor | None = None,
-        out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Rotate ``x``, into ``out`` if the descriptor says so; see the backend API.
+        """Rotate ``x``; see the backend API.
 
         Raises:
             OperandError: a tensor of another dtype, shape or device than the kernel reads.
@@ -72,10 +68,7 @@ class Rotary:
         beside: tuple[int, ...] = ()
         if isinstance(self._desc, PackedRotaryDesc):
             shape, beside = self._beside(x, k, v)
-        if self._desc.into:
-            y, y_stride = _checked(out, x)
-        else:
-            y, y_stride = self._empty(shape, _contiguous(shape), self._desc.dtype), 0
+        y = self._empty(shape, _contiguous(shape), self._desc.dtype)
         # Copies, if there are any, are held until the kernel is enqueued.
         freqs = freqs.contiguous()
         starts = None if start_positions is None else start_positions.contiguous()
@@ -91,12 +84,9 @@ class Rotary:
             0 if bounds is None else bounds.data_ptr(),
             sequences,
             y.data_ptr(),
-            y_stride,
             *beside,
         )
         self._native_rotary(arguments, raw_stream(self._index))
-        if self._desc.into:
-            increment_version(y)  # torch does not see the kernel's write
         return y
 
     def _beside(
@@ -152,29 +142,6 @@ class Rotary:
         if starts is not None:
             _check_integers("start_positions", starts, batch, x.device)
         return batch
-
-
-def _checked(out: torch.Tensor | None, x: torch.Tensor) -> tuple[torch.Tensor, int]:
-    """Return ``out``, and how many elements there are from one of its tokens to the next.
-
-    Raises:
-        OperandError: it is not like ``x``, or its tokens are not evenly apart.
-    """
-    if out is not None and (out.shape, out.dtype, out.device) == (x.shape, x.dtype, x.device):
-        *tokens, heads, size = out.shape
-        strides = out.stride()
-        far = [stride for n, stride in zip(tokens, strides, strict=False) if n > 1]
-        pitch = far[-1] if far else heads * size  # between the only ones it is any
-        of_tokens = (tokens[-1] * pitch, pitch)[-len(tokens) :]
-        expected = zip(out.shape, strides, (*of_tokens, size, 1), strict=True)
-        is_even = all([n <= 1 or stride == due for n, stride, due in expected])
-        if not out.numel() or (is_even and pitch >= heads * size):
-            return out, max(pitch, heads * size)
-    said = None if out is None else f"{out.dtype} {list(out.shape)} of strides {out.stride()}"
-    raise OperandError(
-        f"rotary: out is {said}; expected {x.dtype} {list(x.shape)} on {x.device}, the elements "
-        f"of a token one after another and tokens evenly apart, in their order."
-    )
 
 
 def _check_integers(name: str, x: torch.Tensor, count: int, device: torch.device) -> None:

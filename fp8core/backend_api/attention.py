@@ -34,10 +34,6 @@ class RotaryDesc:
     where sequences begin and end among the tokens. A token of no sequence has zeros in ``y``. At a
     position that ``freqs`` lacks, the elements that would be rotated are NaN.
 
-    Optional, for calls outside of graphs: with ``into`` the call takes ``out``, memory for ``y`` in
-    which the elements of a token lie one after another, and tokens evenly apart in their order, as
-    those of a wider tensor; ``y`` is written there and returned.
-
     Attributes:
         interleaved: the pairs are ``(0, 1), (2, 3)``, else ``(i, i + r / 2)``.
         inverse: the transposed map, which is the gradient; it rotates back where both elements of
@@ -50,7 +46,6 @@ class RotaryDesc:
     layout: str
     interleaved: bool = False
     inverse: bool = False
-    into: bool = False
     __str__ = plain_text
 
 

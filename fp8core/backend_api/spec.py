@@ -67,7 +67,7 @@ def variant_of(desc: OpDesc) -> str | None:
 
 
 _VARIANTS = (
-    *("added", "chunked", "part", "prepared", "sums", "padded", "split", "into", "packed"),
+    *("added", "chunked", "part", "prepared", "sums", "padded", "split", "packed"),
     "counted",
 )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -64,13 +65,6 @@ class HeadSizes:
         by_group = rows.view(*tokens, groups, share + 2, size)
         q, k, v = torch.split_with_sizes(by_group, [share, 1, 1], -2)
         return q.reshape(*tokens, heads, size), k.squeeze(-2), v.squeeze(-2)
-
-    def unfilled(self, q: torch.Tensor) -> tuple[torch.Tensor, Sequence[torch.Tensor]]:
-        """Return memory for the rows of queries ``q [*tokens, num_heads, head_dim]`` with their
-        keys and values, and the views of it that :meth:`split` returns."""
-        tokens = q.shape[:-2]
-        packed = q.new_empty(tokens.numel(), self.query_size + 2 * self.key_size)
-        return packed, self.split(packed, tokens)
 
     def parts(self, by_head: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return the queries, keys and values, views of all heads one after the other."""
@@ -245,7 +239,7 @@ class SizedAttentionProgram(TensorProgram[PackedAttentionLink]):
         without = (None,) * len(self._needs_grad[1:])  # angles have no gradient
         if not self._needs_grad[0]:
             return None, *without
-        packed = called_in_repeats(self._gradient, grad, *saved)  # type: ignore[arg-type]  # forward saved all of them
+        packed = self._gradient(grad, *saved)  # type: ignore[arg-type]  # forward saved all of them
         return packed if out is None else out(packed), *without
 
     def _attended(
@@ -255,7 +249,7 @@ class SizedAttentionProgram(TensorProgram[PackedAttentionLink]):
         rows = called_in_repeats(self._rows, *tensors)
         saved: Saved = ()
         if self._needs_grad[0]:
-            saved = (rows, called_in_repeats(_pop_statistics, rows), *tensors, *params)
+            saved = (rows, called_in_repeats(_statistics, rows), *tensors, *params)
         return rows if out is None else out(rows), saved, None
 
     def _parts(self, x: torch.Tensor) -> Sequence[torch.Tensor]:
@@ -271,27 +265,30 @@ class SizedAttentionProgram(TensorProgram[PackedAttentionLink]):
         out, stats, _ = attention.run(q, k, v)
         rows: torch.Tensor = out.reshape(q.shape[0] * q.shape[1], -1)
         if self._needs_grad[0]:
-            rows.attention_statistics = stats  # type: ignore[attr-defined]
+            rows.attention_stats = stats  # type: ignore[attr-defined]
         return rows
 
     def _gradient(
         self, grad: torch.Tensor, rows: torch.Tensor, stats: torch.Tensor, *tensors: torch.Tensor
     ) -> torch.Tensor:
-        return self._packed(self._gradients(grad, rows, stats, *self._parts(*tensors)))
+        return called_in_repeats(self._packed, grad, rows, stats, *tensors)
+
+    def _packed(self, *saved: torch.Tensor) -> torch.Tensor:
+        q, k, v = self._gradients(*saved)
+        return self._joined(q, k, v)
 
     def _gradients(
-        self, grad: torch.Tensor, rows: torch.Tensor, stats: torch.Tensor, *heads: torch.Tensor
+        self, grad: torch.Tensor, rows: torch.Tensor, stats: torch.Tensor, *tensors: torch.Tensor
     ) -> Sequence[torch.Tensor]:
         """Return the gradients of what has attended, queries, keys and values."""
-        q, k, v = heads
+        q, k, v = tensors if len(tensors) > 1 else self._parts(*tensors)
         grad_out, out = grad.reshape(q.shape), rows.view(q.shape)
         grads: Sequence[torch.Tensor] = self._link.attention.run_backward(
             grad_out, q, k, v, out, stats
         )
         return grads[:3]
 
-    def _packed(self, grads: Sequence[torch.Tensor]) -> torch.Tensor:
-        q, k, v = grads
+    def _joined(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         return self._link.heads.join(q.shape[0] * q.shape[1], q, k, v)
 
 
@@ -325,21 +322,26 @@ class RotatedAttentionProgram(SizedAttentionProgram):
         self, grad: torch.Tensor, rows: torch.Tensor, stats: torch.Tensor, *tensors: torch.Tensor
     ) -> torch.Tensor:
         *heads, angles = tensors
-        if len(heads) == 1:
-            heads = [*self._parts(*heads)]
-        q, k, v = self._gradients(grad, rows, stats, *heads)
-        into, sizes = self._rotation.turn_back_into, self._link.heads
-        if into is not None and not sizes.is_interleaved:
-            packed, parts = sizes.unfilled(q)
-            for each, part in zip((q, k), parts, strict=False):
-                into(each, angles, out=part)
-            parts[2].copy_(v)
-            return packed
+        q = called_in_repeats(self._of_queries, grad, rows, stats, *heads)
+        k, v = called_in_repeats(_keys, q), called_in_repeats(_values, q)
+        turn_back = self._rotation.turn_parts_back
+        if turn_back is not None and not self._link.heads.is_interleaved:
+            return turn_back(q, k, v, angles).view(q.shape[0] * q.shape[1], -1)
         q, k = (self._rotation.turn_back(each, angles) for each in (q, k))
-        return self._packed((q, k, v))
+        return called_in_repeats(self._joined, q, k, v)
+
+    def _of_queries(self, *saved: torch.Tensor) -> torch.Tensor:
+        """Return the gradient of the queries; the others are attributes until they are taken."""
+        q, k, v = self._gradients(*saved)
+        q.attention_keys, q.attention_values = k, v  # type: ignore[attr-defined]
+        return q
 
 
-def _pop_statistics(rows: torch.Tensor) -> torch.Tensor:
-    stats: torch.Tensor = rows.attention_statistics  # type: ignore[attr-defined]
-    del rows.attention_statistics  # type: ignore[attr-defined]
-    return stats
+def _pop(name: str, tensor: torch.Tensor) -> torch.Tensor:
+    value: torch.Tensor = getattr(tensor, name)
+    delattr(tensor, name)
+    return value
+
+
+_statistics = partial(_pop, "attention_stats")
+_keys, _values = partial(_pop, "attention_keys"), partial(_pop, "attention_values")

@@ -317,11 +317,15 @@ class RotaryShape(SimpleShape):
         desc = RotaryDesc(context.dtype, self.layout, self.interleaved)
         inverse = dataclasses.replace(desc, inverse=True)
         alone = context.resolve("rotary", desc)
-        rotate, packed = partial(_rotated, alone.run), PackedRotaryDesc.of(desc)
-        joined = context.resolve_optional("rotary", packed, alone.choice.backend)
         back = context.resolve("rotary backward", inverse)
-        turn_back, into = partial(_rotated, back.run), dataclasses.replace(inverse, into=True)
-        placed = context.resolve_optional("rotary backward", into, back.choice.backend)
+        rotate, turn_back = partial(_rotated, alone.run), partial(_rotated, back.run)
+        parts = [
+            context.resolve_optional(name, PackedRotaryDesc.of(each), resolved.choice.backend)
+            for name, each, resolved in (
+                ("rotary", desc, alone),
+                ("rotary backward", inverse, back),
+            )
+        ]
 
         def forward(x: torch.Tensor, params: Params, call: Call) -> tuple[torch.Tensor, Saved]:
             angles = (*params, *call.tensors)
@@ -332,27 +336,30 @@ class RotaryShape(SimpleShape):
         ) -> Backward:
             return turn_back(grad.reshape(call.sizes), *saved).reshape(grad.shape), None
 
+        rotate_parts, turn_parts_back = (
+            None if each is None else partial(_rotated_parts, each.run) for each in parts
+        )
         return RotaryLink(
             *(self, forward, backward, 1),
             rotate=rotate,
             turn_back=turn_back,
-            turn_back_into=None if placed is None else placed.run,
-            rotate_parts=None if joined is None else partial(_rotated_parts, joined.run),
+            rotate_parts=rotate_parts,
+            turn_parts_back=turn_parts_back,
         )
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class RotaryLink(SimpleLink):
     """The rotation of rows; ``rotate(x, angles, starts=None, cu_seqlens=None)`` takes ``x`` in the
-    sizes of the layout, and so does ``turn_back``, which returns its gradient.
-    ``turn_back_into(x, angles, out=out)`` writes it to ``out``, a part of wider rows, where a
-    backend does. ``rotate_parts(q, k, v, angles, starts=None, cu_seqlens=None)`` returns ``[..,
-    heads of all, head size]``, queries and keys rotated and values copied, where a backend does."""
+    sizes of the layout, and so does ``turn_back``, which returns its gradient. ``rotate_parts(q, k,
+    v, angles, starts=None, cu_seqlens=None)`` returns ``[.., heads of all, head size]``, queries
+    and keys rotated and values copied, where a backend does, and ``turn_parts_back`` the same of
+    their gradients."""
 
     rotate: Callable[..., torch.Tensor]
     turn_back: Callable[..., torch.Tensor]
-    turn_back_into: Callable[..., torch.Tensor] | None = None
     rotate_parts: Callable[..., torch.Tensor] | None = None
+    turn_parts_back: Callable[..., torch.Tensor] | None = None
 
 
 def _rotated_parts(

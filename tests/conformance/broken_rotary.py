@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from fp8core.backend_api import OpDesc, PackedRotaryDesc, RotaryDesc
+from fp8core.backend_api import OpDesc, PackedRotaryDesc
 from fp8core_backends.reference.layers import rotary
 from tests.conformance.broken import Run, Sound, caught_by, fault
 
@@ -64,31 +64,6 @@ def rounds_the_cosine(desc: Any, x: torch.Tensor, freqs: torch.Tensor, **named: 
 def mixes_the_head(desc: Any, x: torch.Tensor, freqs: torch.Tensor, **named: Any) -> Any:
     """Multiplies what is not rotated by the cosine of an angle of 0, and adds 0 times the rest."""
     return rotary(desc, x, freqs, **named) + 0 * x.sum(-1, keepdim=True)
-
-
-class GivesPlaces(Sound):
-    """Sound, and writes rotated heads into a part of wider rows."""
-
-    def unsupported(self, desc: OpDesc, device: torch.device) -> str | None:
-        if isinstance(desc, RotaryDesc):
-            desc = replace(desc, into=False)
-        return super().unsupported(desc, device)
-
-    def bind(self, desc: OpDesc, device: torch.device) -> Run:
-        if not isinstance(desc, RotaryDesc) or not desc.into:
-            return super().bind(desc, device)
-        run = super().bind(replace(desc, into=False), device)
-        return lambda *given, out, **named: self.place(out, run(*given, **named))
-
-    def place(self, out: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        return out.copy_(y)
-
-
-@caught_by("law4_rotary_into_a_part_of_wider_rows_is_the_call")
-class LeavesTheLastHead(GivesPlaces):
-    def place(self, out: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        out[..., :-1, :] = y[..., :-1, :]
-        return out
 
 
 @caught_by("law6_rotary_of_packed_heads_equals_that_of_each")

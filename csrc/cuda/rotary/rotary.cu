@@ -39,7 +39,6 @@ constexpr int kBlocks = sizeof(T) == 4 ? 3 : 5;
 struct Params {
   HeadsView x, keys, values;
   void* y = nullptr;
-  int64_t y_stride = 0;  // from one token to the next
   const float* freqs = nullptr;
   const int32_t *starts = nullptr, *cu_seqlens = nullptr;
   int64_t tokens = 0, positions = 0, rotated = 0;
@@ -261,8 +260,8 @@ template <typename T, bool kParts, typename Unit>
 __device__ void store(const Params& p, const Coordinates& at, int64_t first_token,
                       const float4* table, const Unit& unit) {
   if (at.column >= p.columns) return;
-  T* head = static_cast<T*>(p.y) + (first_token + at.token) * p.y_stride +
-            static_cast<int64_t>(at.head) * p.x.head_size;
+  const int64_t row = (first_token + at.token) * p.num_heads + at.head;
+  T* head = static_cast<T*>(p.y) + row * p.x.head_size;
   if (kParts && at.head >= p.turned_heads && at.column < p.rotated_columns)
     unit.store_pairs(p, head, at.column);
   else if (at.column < p.rotated_columns)
@@ -347,8 +346,7 @@ bool has_vectors(const Params& p, int64_t element_bytes) {
             is_whole(x.inner, x.inner_stride) && is_whole(x.heads, x.head_stride));
   };
   return p.rotated % 16 == 0 && p.x.head_size % 8 == 0 && is_aligned(p.y, 16) &&
-         is_whole(p.tokens, p.y_stride) && begins_whole(p.x) && begins_whole(p.keys) &&
-         begins_whole(p.values);
+         begins_whole(p.x) && begins_whole(p.keys) && begins_whole(p.values);
 }
 
 template <typename T, bool kInterleaved>
@@ -381,7 +379,6 @@ void launch_rotary(const RotaryDesc& desc, const RotaryArguments& arguments, cud
   p.turned_heads = static_cast<uint32_t>(p.x.heads + p.keys.heads);
   p.num_heads = p.turned_heads + static_cast<uint32_t>(p.values.heads);
   p.heads = Divisor(p.num_heads);
-  p.y_stride = arguments.y_stride == 0 ? p.num_heads * p.x.head_size : arguments.y_stride;
   with_type(desc.input, [&](auto input) {
     using T = ElementOf<input()>;
     if (desc.is_interleaved)

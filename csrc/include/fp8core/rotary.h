@@ -29,10 +29,10 @@ struct HeadsView {
   }
 };
 
-// y has the shape of x, and the elements of a token are adjacent; with keys and values, of the
-// tokens and the head size of x, it has the heads of x, keys and values one after the other, of
-// which those of values are copied. A token of no sequence has zeros in the others; the rotated
-// elements are NaN where freqs has no row for a position.
+// y is contiguous, of the shape of x; with keys and values, of the tokens and the head size of x,
+// it has the heads of x, keys and values one after the other, of which those of values are copied.
+// A token of no sequence has zeros in the others; the rotated elements are NaN where freqs has no
+// row for a position.
 struct RotaryArguments {
   HeadsView x;
   const float* freqs = nullptr;  // [positions, rotated], contiguous: angles in radians
@@ -42,14 +42,11 @@ struct RotaryArguments {
   std::int64_t sequences = 0;                // kThd
   void* y = nullptr;
 
-  // Optional from here on.
-  std::int64_t y_stride = 0;  // elements from one token of y to the next; 0: it is contiguous
-  HeadsView keys, values;     // no heads: x alone
+  HeadsView keys, values;  // optional; no heads: x alone
 
-  static constexpr int kOptional = 19;
+  static constexpr int kOptional = 18;
   auto fields() {
-    return std::tie(x, freqs, positions, rotated, starts, cu_seqlens, sequences, y, y_stride, keys,
-                    values);
+    return std::tie(x, freqs, positions, rotated, starts, cu_seqlens, sequences, y, keys, values);
   }
 };
 

@@ -454,27 +454,6 @@ def rotary_is_within_the_bound(subject: Subject, desc: RotaryDesc) -> Iterator[f
 
 
 @law(4, "rotary")
-def rotary_into_a_part_of_wider_rows_is_the_call(subject: Subject, desc: RotaryDesc) -> None:
-    """The bits of the call are written where it says, and nothing beside them."""
-    into = subject.variant(desc, into=True)
-    if into is None:
-        return
-    for *sizes, rotated in subject.sizes("rotary", *ROTARY_SIZES):
-        length, batch = sizes[:2]
-        call = _Call(desc, tuple(sizes), rotated, length + 3)
-        if desc.layout == "thd":
-            call.keywords["cu_seqlens"] = torch.arange(batch + 1, dtype=torch.int32) * length
-        (x, freqs), keywords = subject.here(((call.x, call.freqs), call.keywords))
-        *tokens, heads, size = x.shape
-        wide = torch.full((*tokens, heads + 3, size), 7.0, dtype=x.dtype, device=x.device)
-        out = wide[..., 2 : 2 + heads, :]
-        require(into(x, freqs, **keywords, out=out) is out, "returned another tensor than out")
-        expected = torch.full_like(wide, 7.0)
-        expected[..., 2 : 2 + heads, :] = subject.run(desc, x, freqs, **keywords)
-        same_bits(f"rows around {sizes}, {rotated} rotated", wide, expected)
-
-
-@law(4, "rotary")
 def rotary_starts_at_the_given_positions(subject: Subject, desc: RotaryDesc) -> Iterator[float]:
     """Each sequence begins at its own position, from the first to the last one with angles."""
     for *sizes, rotated in subject.sizes("rotary", *ROTARY_SIZES):

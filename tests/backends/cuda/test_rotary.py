@@ -344,31 +344,3 @@ def test_packed_sequences_take_their_bounds() -> None:
     for bounds in (None, integers()):
         with pytest.raises(OperandError, match="cu_seqlens"):
             run(zeros(3, 2, 8), angles(4, 8), cu_seqlens=bounds)
-
-
-@on_device
-@pytest.mark.parametrize("layout", ATTENTION_LAYOUTS)
-def test_a_part_of_wider_rows_is_written_and_nothing_beside_it(layout: str) -> None:
-    """In vectors and one by one, also of rows that begin between vectors."""
-    for dtype, (size, rotated), first, (length, batch), inverse in itertools.product(
-        DTYPES, (*EITHER_WAY, (128, 128)), (0, 3), ((37, 2), (1, 3), (5, 1), (1, 1)), (False, True)
-    ):
-        x, freqs = drawn(layout, (length, batch, 5, size), dtype), angles(length + 6, rotated)
-        desc, given = RotaryDesc(dtype, layout, inverse=inverse), spans(layout, length, batch)
-        wide = torch.full((*x.shape[:-2], 9, size), 7.0, dtype=dtype, device=DEVICE)
-        expected = wide.clone()
-        expected[..., first : first + 5, :] = backend("cuda").bind(desc, DEVICE)(x, freqs, **given)
-        out = wide[..., first : first + 5, :]
-        run = backend("cuda").bind(replace(desc, into=True), DEVICE)
-        assert run(x, freqs, **given, out=out) is out
-        assert same_bits(wide, expected), (dtype, size, first, length, batch, inverse)
-
-
-@on_device
-def test_memory_in_which_a_token_is_not_together_is_refused() -> None:
-    x, freqs = zeros(4, 2, 3, 8), angles(4, 8)
-    run = backend("cuda").bind(RotaryDesc(x.dtype, "sbhd", into=True), DEVICE)
-    wide = zeros(4, 4, 3, 16)
-    for out in (None, wide[:, :2, :, :8], wide[:, :2, :, ::2], x.float(), zeros(4, 2, 4, 8)):
-        with pytest.raises(OperandError, match="out is"):
-            run(x, freqs, out=out)

@@ -507,9 +507,6 @@ def rotary() -> None:
         run = backend("cuda").bind(RotaryDesc(dtype, layout, interleaved, inverse), DEVICE)
         run(x, freqs, **given)
         run(x[..., :1, :], freqs, **given)
-        into = RotaryDesc(dtype, layout, interleaved, inverse, into=True)
-        wide = torch.zeros(*sizes, heads[0] + 2, heads[1]).to(dtype).to(DEVICE)
-        backend("cuda").bind(into, DEVICE)(x, freqs, **given, out=wide[..., 1:-1, :])
         packed = PackedRotaryDesc(dtype, layout, interleaved, inverse)
         k, v = x[..., :1, :].contiguous(), x[..., -1:, :]
         backend("cuda").bind(packed, DEVICE)(x, freqs, k=k, v=v, **given)
