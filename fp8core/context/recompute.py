@@ -23,7 +23,7 @@ from fp8core.context.autocast import activated, active_name
 from fp8core.dispatch import policy
 from fp8core.errors import OperandError, UnsupportedError
 from fp8core.tensors.delayed_state import DelayedState
-from fp8core.tensors.scaling import join_backward, offer_scales
+from fp8core.tensors.scaling import join_backward, offer_scales, present_scales
 from fp8core.tensors.weights import CachedWeight, version_of
 from fp8core.torch_ops.private import NO_BACKWARD_PASS, current_backward_pass, pytree
 
@@ -159,12 +159,7 @@ def keep_scales(output: Any, states: Sequence[DelayedState]) -> None:
     outputs = [tensor for tensor in outputs if tensor.requires_grad]
     if not states or not outputs:
         return
-    scales: dict[DelayedState, torch.Tensor] = {}
-    for device in {state.scale.device for state in states}:
-        here = [state for state in states if state.scale.device == device]
-        copy = torch.cat([state.scale for state in here])  # one copy: a launch costs, not its size
-        parts = torch.split(copy, [state.scale.numel() for state in here])
-        scales.update(zip(here, parts, strict=True))
+    scales = present_scales(states)
     for tensor in outputs:
         tensor.register_hook(lambda grad: offer_scales(scales))  # type: ignore[no-untyped-call]  # torch's
 

@@ -367,4 +367,4 @@ def touched_in(owner: object) -> list[DelayedState]:
 
 def is_in_step(owner: object) -> bool:
     """Say whether the calling thread has a step of ``owner`` open."""
-    return any(scope.owner is owner for scope in _thread.scopes)
+    return any([scope.owner is owner for scope in _thread.scopes])

@@ -83,16 +83,23 @@ def _owner(module: torch.nn.Module) -> object:
 
 
 def _begin(module: torch.nn.Module, arguments: Any) -> None:
+    _is_step(module)
+
+
+def _is_step(module: torch.nn.Module) -> bool:
+    """Begin a step of ``module``, which is being called; False if it is within another."""
     if torch.compiler.is_compiling():
         begin_step_in_graph(module)
-        return
+        return True
     forget_interrupted()
     record: Record | None = vars(module).get(RECORD)
     if ROOT not in vars(module) and record is not None and is_in_step(record.conversion):
-        return
+        return False
     owner = _owner(module)
-    if not (is_in_step(owner) and _is_within_itself(module)):
-        begin_step(owner, partial(_is_running, module))
+    if is_in_step(owner) and _is_within_itself(module):
+        return False
+    begin_step(owner, partial(_is_running, module))
+    return True
 
 
 def _end(module: torch.nn.Module, arguments: Any, output: Any) -> None:
@@ -113,10 +120,9 @@ def _end(module: torch.nn.Module, arguments: Any, output: Any) -> None:
 def in_step(module: torch.nn.Module, run: Callable[..., Any], *args: Any, **keywords: Any) -> Any:
     """Return what ``run`` does in a forward of ``module``, which convert() has changed: in a step
     of its own under delayed scaling, unless one of the model is open."""
-    if not vars(module)[RECORD].conversion.delimits:
+    if not (vars(module)[RECORD].conversion.delimits and _is_step(module)):
         return run(*args, **keywords)
     output: Any = None
-    _begin(module, args)
     try:
         output = run(*args, **keywords)
     finally:

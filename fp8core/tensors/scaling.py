@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from operator import attrgetter
 from typing import Any, TypeAlias
@@ -206,12 +206,37 @@ def _advanced_by_user(state: DelayedState) -> Callable[[], None]:
 _backward_lock = threading.Lock()
 
 
+ScaleOf: TypeAlias = "Callable[[DelayedState], torch.Tensor | None]"
+"""Returns what the scales of a state were in a forward, None if that had none of it."""
+
+
+def present_scales(states: Sequence[DelayedState]) -> ScaleOf:
+    """Copy the scales of ``states`` as they are now, by one launch a device; few backward passes
+    ask for one of them."""
+    by_device: dict[torch.device, list[DelayedState]] = {}
+    for state in states:
+        by_device.setdefault(state.scale.device, []).append(state)
+    copies = {
+        device: torch.cat([state.scale for state in here]) for device, here in by_device.items()
+    }
+
+    def find(state: DelayedState) -> torch.Tensor | None:
+        device, start = state.scale.device, 0
+        for each in by_device.get(device, ()):
+            if each is state:
+                return copies[device].narrow(0, start, each.scale.numel())
+            start += each.scale.numel()
+        return None
+
+    return find
+
+
 class _Pass:
     """A backward pass that runs.
 
     ``states`` are those in which it records, each with the amaxes that another running pass had
-    recorded there before, None if there were none. ``scales`` are those of the forward, by state;
-    None for a state with two forwards. ``saved`` are buffers of states that are saved.
+    recorded there before, None if there were none. ``scales`` are those of forwards. ``saved``
+    are buffers of states that are saved.
     """
 
     __slots__ = ("__weakref__", "saved", "scales", "states")
@@ -219,7 +244,7 @@ class _Pass:
     def __init__(self) -> None:
         self.saved: tuple[torch.Tensor, ...] = ()
         self.states: dict[DelayedState, torch.Tensor | None] = {}
-        self.scales: dict[DelayedState, torch.Tensor | None] = {}
+        self.scales: list[ScaleOf] = []
 
     def finish(self) -> None:
         """Update the states; the engine calls this when the pass has succeeded."""
@@ -316,7 +341,7 @@ def update_all_after_backward(
                 discard([state])
 
 
-def offer_scales(scales: Mapping[DelayedState, torch.Tensor]) -> None:
+def offer_scales(scales: ScaleOf) -> None:
     """Give the scales of a forward to the recomputes in the running backward pass.
 
     After two forwards of the same layer in one pass, no scales are given: torch does not tell which
@@ -325,21 +350,25 @@ def offer_scales(scales: Mapping[DelayedState, torch.Tensor]) -> None:
     task = current_backward_pass()
     running = _find_pass(task) or _join(task)
     with _backward_lock:
-        offered = running.scales
-        for state, scale in scales.items():
-            offered[state] = scale if offered.get(state, scale) is scale else None
+        if scales not in running.scales:  # by another output of the same forward
+            running.scales.append(scales)
+
+
+def _offered(state: DelayedState) -> list[torch.Tensor]:
+    running = _find_pass(current_backward_pass())
+    scales = [find(state) for find in (() if running is None else running.scales)]
+    return [scale for scale in scales if scale is not None]
 
 
 def offered_scale(state: DelayedState) -> torch.Tensor | None:
     """Return the scales that :func:`offer_scales` gave ``state`` in this backward pass, if any."""
-    running = _find_pass(current_backward_pass())
-    return None if running is None else running.scales.get(state)
+    offered = _offered(state)
+    return offered[0] if len(offered) == 1 else None
 
 
 def is_of_two_forwards(state: DelayedState) -> bool:
     """Say whether this backward pass got the scales of two forwards for ``state``."""
-    running = _find_pass(current_backward_pass())
-    return running is not None and state in running.scales and running.scales[state] is None
+    return len(_offered(state)) > 1
 
 
 def join_backward() -> int:

@@ -5,14 +5,18 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 import torch.utils.checkpoint
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import fp8core
 from fp8core import UnsupportedError, recipe
+from fp8core.context.recompute import keep_scales
+from fp8core.conversion import layers
 
 CHOSEN = recipe.DelayedScaling(amax_history_len=4)
 NEWEST = recipe.DelayedScaling(amax_history_len=4, amax_compute_algo="most_recent")
@@ -287,6 +291,43 @@ def test_recompute_in_the_order_of_another_forward_finds_its_own_scales() -> Non
             loss.backward()
     grads = zip(own.parameters(), plain.parameters(), strict=True)
     assert all(torch.equal(a.grad, b.grad) for a, b in grads)
+
+
+def test_scales_are_kept_in_one_operator_whatever_their_number() -> None:
+    class Noting(TorchDispatchMode):
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), named: Any = None
+        ) -> Any:
+            called.append(str(func))
+            return func(*args, **(named or {}))
+
+    called: list[str] = []
+    own = converted()
+    own(rows())
+    states = [
+        states.forward for x in (own.shared, own.last) for states in x._bindings.states.values()
+    ]
+    y = own.last(rows())
+    with Noting():
+        keep_scales({"y": y}, states)
+    assert len(states) == 2
+    assert called == ["aten.cat.default"]
+
+
+def test_a_layer_within_a_step_looks_for_no_step_to_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    ended: list[object] = []
+    end = layers._end
+    own = converted()
+
+    def noting(module: nn.Module, *given: Any) -> None:
+        ended.append(module)
+        end(module, *given)
+
+    monkeypatch.setattr(layers, "_end", noting)
+    own(rows())  # whose own hook is the function of before
+    assert ended == []
+    own.last(rows())
+    assert ended == [own.last]
 
 
 def test_two_forwards_in_one_backward_cannot_be_told_apart() -> None:
