@@ -191,6 +191,16 @@ class _Arguments(NamedTuple):
         return _Called(creates, function, self.numbers, self.values, keywords)
 
 
+class _Together(NamedTuple):
+    """Copies several numbers by one operator, each to an address that is aligned as that of a copy
+    by itself; ``gap`` lies behind each."""
+
+    gap: torch.Tensor
+
+    def __call__(self, *numbers: torch.Tensor) -> torch.Tensor:
+        return torch.cat([piece for number in numbers for piece in (number, self.gap)])
+
+
 _Step: TypeAlias = "_Empty | _Launched | _Called"
 Where: TypeAlias = "Callable[[int], tuple[int, int]]"
 """Returns the number of a tensor in the native program, and where it begins there, in bytes."""
@@ -411,6 +421,7 @@ class _Program:
         self.native = native
         self._log = log
         self._leading: Sequence[torch.Tensor] = ()
+        self._constants: Sequence[torch.Tensor] = ()
         self._saved = self._created = 0  # the first numbers of each kind
 
     def give(
@@ -421,7 +432,7 @@ class _Program:
     ) -> None:
         """Number the tensors that the caller gives."""
         native, tensors = self.native, self._log.places
-        self._leading = leading
+        self._leading, self._constants = leading, constants
         self._saved, first_constant = len(leading), len(leading) + num_saved
         self._created = first_constant + len(constants)
         for tensor in leading:
@@ -440,7 +451,7 @@ class _Program:
         does. The release is never later than in the run, but for tensors that share a scratch.
         """
         try:
-            added = [self._result(result) for result in results]
+            added = self._copied_together([self._result(result) for result in results])
         except _Refused as refused:
             return str(refused)
         steps, returned = self._log.steps, {number for number, *_ in added}
@@ -482,6 +493,42 @@ class _Program:
             else:
                 self.native.add_result(number if number < 0 else where(number)[0])
         return None
+
+    def _copied_together(self, added: Sequence[tuple[Any, ...]]) -> Sequence[tuple[Any, ...]]:
+        """Have constants of one number whose copies are results copied by one operator, where the
+        last of them was; return ``added`` with views of its result.
+
+        A copy may wait if no later step is given what it copies, which nothing writes until then.
+        """
+        steps, places = self._log.steps, self._log.places
+        first = self._created - len(self._constants)
+        last = {number: at for at, step in enumerate(steps) for number in step.reads}
+        copies = {}
+        for at, step in enumerate(steps):
+            if isinstance(step, _Called) and step.function is torch.clone:
+                (source,), place = step.numbers, places[step.creates]
+                is_number = place is not None and (place.size, place.dtype) == ((1,), torch.float32)
+                is_unread = step.creates not in last and (step.creates,) in added
+                if first <= source < self._created and last[source] == at and is_number & is_unread:
+                    copies[step.creates] = source
+        if len(copies) < 2:
+            return added
+        pitch = ALIGNMENT_OF_ALLOCATIONS // torch.float32.itemsize
+        copy = _Together(self._constants[0].new_zeros(pitch - 1, dtype=torch.float32))
+        sources = [*copies.values()]
+        together = _Called(len(places), copy, sources, [None] * len(sources), {})
+        places.append(None)  # no address is looked for any more
+        *_, latest = copies
+        self._log.steps = [
+            together if step.creates == latest else step
+            for step in steps
+            if step.creates == latest or step.creates not in copies
+        ]
+        views = {
+            (number,): (together.creates, (1,), places[number].stride, at * pitch)  # type: ignore[union-attr]  # seen above
+            for at, number in enumerate(copies)
+        }
+        return [views.get(entry, entry) for entry in added]
 
     def _is_released(self, number: int) -> bool:
         return number >= self._created or number in self._freed

@@ -434,3 +434,46 @@ def test_the_allocations_of_other_threads_and_devices_are_not_noted() -> None:
     with memory.noting(1, note):
         memory.allocator(0)(SIZE, STRIDE, torch.int16)
     assert noted == [torch.int8]
+
+
+def test_copies_of_numbers_that_are_results_are_made_by_one_operator(library: Library) -> None:
+    """Where the last of them was. A number that a later call is given is copied before that, and
+    what is more than a number by itself."""
+    x, pair = torch.ones(SIZE), torch.ones(2)
+    numbers = torch.arange(1.0, 8.0)[::2].split(1)  # as slots lie in a state
+
+    def run() -> Sequence[torch.Tensor]:
+        results = []
+        for number in numbers:
+            library.launch(x, number)
+            results.append(number.clone())
+        library.launch(numbers[1])
+        return (*results, pair.clone())
+
+    program, problem = record(library, run, (x,), (), (*numbers, pair))
+    assert problem is None
+    done = [step for step in program.steps if step[0] in ("launch", "call")]
+    (copy,) = {step[1] for step in done if step[0] == "call"} - {torch.clone}
+    assert done == [
+        *(("launch", 0, 1), ("launch", 0, 2), ("call", torch.clone, [2]), ("launch", 0, 3)),
+        *(("launch", 0, 4), ("call", copy, [1, 3, 4]), ("launch", 2), ("call", torch.clone, [5])),
+    ]
+    results = [step for step in program.steps if step[0] in ("result", "view")]
+    whole, views = copy(numbers[0], numbers[2], numbers[3]), [results[at] for at in (0, 2, 3)]
+    assert [step[0] for step in results] == ["view", "result", "view", "view", "result"]
+    found = [whole.as_strided(size, stride, offset) for _, _, size, stride, offset in views]
+    assert torch.equal(torch.cat(found), torch.tensor([1.0, 5.0, 7.0]))
+    offsets = [each.storage_offset() * each.itemsize for each in found]
+    assert all(offset % recorder.ALIGNMENT_OF_ALLOCATIONS == 0 for offset in offsets)
+
+
+def test_a_copy_that_is_read_is_made_by_itself(library: Library) -> None:
+    numbers = [torch.ones(1), torch.ones(1)]
+
+    def run() -> Sequence[torch.Tensor]:
+        first, second = (number.clone() for number in numbers)
+        library.launch(first)
+        return first, second
+
+    made = steps(library, run, (), (), numbers)
+    assert [step[:2] for step in made[:3]] == [("call", torch.clone)] * 2 + [("launch", 2)]
