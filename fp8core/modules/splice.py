@@ -115,8 +115,7 @@ class Splice:
             output = self._run_anew(x, params, brought)
         sources, targets = self._followers
         if output is not None and targets:
-            with torch.no_grad():
-                copy_all(targets, sources)
+            copy_all(targets, sources)
         return output
 
     def may_attend(self, x: torch.Tensor) -> bool:
