@@ -205,8 +205,7 @@ class Backend(ReferenceBackend):
     def bind(self, desc: OpDesc, device: torch.device) -> Operation:
         run = super().bind(desc, device)
 
-        def adding(*tensors: Any) -> Any:
-            *arguments, added = tensors
+        def adding(*arguments: Any, added: Any) -> Any:
             grad_x, *rest = run(*arguments)
             return grad_x + added, *rest
 

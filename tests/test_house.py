@@ -36,12 +36,12 @@ SUBJECTS: Mapping[str, str] = {
     "activation srelu": r"srelu|SReLU(Link)?",
 }
 MOST = {
-    "lines of fp8core": 76_213,
+    "lines of fp8core": 76_375,
     "files": 266,
     "files under 100 lines": 39,
     "modules that list names": 0,
     "protocols": 14,
-    "classes of the core": 404,
+    "classes of the core": 405,
     "functions over 60 lines": 10,
     "vague names": 37,
     "docstrings that begin with a pronoun": 0,

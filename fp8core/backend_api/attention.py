@@ -81,7 +81,12 @@ def _rotations(dtype: torch.dtype) -> dict[str, RotaryDesc]:
     }
 
 
-@operation(samples=_rotations)
+@operation(
+    samples=_rotations,
+    # A saved program has no keys and values.
+    schema="(str operation, Tensor x, Tensor freqs, Tensor? start_positions, Tensor? cu_seqlens, "
+    "Tensor? k=None, Tensor? v=None) -> Tensor",
+)
 def rotary(
     desc: RotaryDesc,
     x: torch.Tensor,
@@ -89,9 +94,13 @@ def rotary(
     *,
     start_positions: torch.Tensor | None = None,
     cu_seqlens: torch.Tensor | None = None,
+    k: torch.Tensor | None = None,
+    v: torch.Tensor | None = None,
 ) -> ResultShape:
     """Return the shape of ``y``."""
-    return shape_of(x)
+    *tokens, heads, size = x.shape
+    heads += sum([part.shape[-2] for part in (k, v) if part is not None])
+    return ResultShape((*tokens, heads, size), x.dtype)
 
 
 ATTENTION_BIASES = (None, "pre_scale", "post_scale", "alibi")

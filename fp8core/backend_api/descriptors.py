@@ -62,10 +62,10 @@ class QuantizeDesc:
     - ``chunked``, of both orientations: instead of a :class:`Quantized`, the result has
       :class:`~fp8core.backend_api.QuantizedChunks` unless chunks save nothing. The amax, the count
       and the sums are complete when all chunks are read.
-    - ``split``, where a fusion with the gradient of a gated activation casts it: its two halves
-      are tensors of their own, as the gradients of two linears. ``scale``, ``amax_out`` and
-      ``nonfinite_out`` come in pairs, and a pair of :class:`Quantized` is in the place of one; the
-      sums are those of all columns.
+    - ``split``, in graphs too, where a fusion with the gradient of a gated activation casts it: its
+      two halves are tensors of their own, as the gradients of two linears. ``scale``, ``amax_out``
+      and ``nonfinite_out`` come in pairs, and a pair of :class:`Quantized` is in the place of one;
+      the sums are those of all columns. Both counts may be one tensor.
 
     Optional, for calls outside of graphs, and not with ``offsets_on_device``:
 

@@ -52,21 +52,36 @@ class FusedDesc:
     *("norm_backward_quantize", "norm_quantize"),
     is_optional=True,
     schema="(str operation, Tensor?[] arguments, Tensor? scale, Tensor? amax, Tensor? rng, "
-    "Tensor? nonfinite=None) -> Tensor[]",
+    "Tensor? nonfinite=None, Tensor? second_scale=None, Tensor? second_amax=None) "
+    "-> Tensor[]",
+    order=(
+        *("arguments", "scale", "amax_out", "rng", "nonfinite_out"),
+        *("second_scale", "second_amax_out"),
+    ),
 )
 def fused(
     desc: FusedDesc,
     *arguments: torch.Tensor | None,
     scale: torch.Tensor | None = None,
     amax_out: torch.Tensor | None = None,
+    second_scale: torch.Tensor | None = None,
+    second_amax_out: torch.Tensor | None = None,
     rng: torch.Tensor | None = None,
     nonfinite_out: torch.Tensor | None = None,
 ) -> tuple[CastShape | ResultShape | None, ...]:
-    """Return the shapes of the producer's results, the first one cast, and of the sums."""
+    """Return the shapes of the producer's results, the first one cast, and of the sums.
+
+    Of a ``split`` one both halves are results, and what the call has in pairs is an argument for
+    each.
+    """
     results = RECORDS[desc.producer.op].shapes(desc.producer, *arguments)
     first, *rest = results if type(results) is tuple else (results,)
     sums = [ResultShape((first.size[1],), torch.float32)] if desc.quantize.sums else []
-    return CastShape(desc.quantize, first.size), *rest, *sums
+    rows, columns = first.size
+    casts = [CastShape(desc.quantize, (rows, columns))]
+    if desc.quantize.split:
+        casts = [CastShape(desc.quantize, (rows, columns // 2))] * 2
+    return *casts, *rest, *sums
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,9 +149,9 @@ class NormBackwardDesc:
 
     ``grad_x`` in ``norm.dtype``, the other two float32 ``[n]`` (grad_bias None for ``"rmsnorm"``).
 
-    Optional, for calls outside of graphs: with ``added`` the call takes another gradient of ``x``
-    behind ``rstd``, as that of a residual, of the shape and dtype of ``grad_x``, and returns their
-    sum in its place. ``grad_x`` is rounded, and then the sum.
+    Optional: with ``added`` the call takes by that name another gradient of ``x``, as that of a
+    residual, of the shape and dtype of ``grad_x``, and returns their sum in its place. ``grad_x``
+    is rounded, and then the sum.
     """
 
     op: ClassVar[str] = "norm_backward"
@@ -146,7 +161,11 @@ class NormBackwardDesc:
     __str__ = plain_text
 
 
-@operation()
+@operation(
+    # A saved program has no argument behind rstd.
+    schema="(str operation, Tensor grad_output, Tensor x, Tensor weight, Tensor? mean, "
+    "Tensor rstd, Tensor? added=None) -> Tensor[]",
+)
 def norm_backward(
     desc: NormBackwardDesc,
     grad_output: torch.Tensor,
@@ -154,6 +173,8 @@ def norm_backward(
     weight: torch.Tensor,
     mean: torch.Tensor | None,
     rstd: torch.Tensor,
+    *,
+    added: torch.Tensor | None = None,
 ) -> tuple[ResultShape, ResultShape, ResultShape | None]:
     """Return the shapes of ``grad_x``, ``grad_weight`` and ``grad_bias``."""
     rows, n = x.shape

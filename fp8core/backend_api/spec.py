@@ -54,7 +54,7 @@ def variant_of(desc: OpDesc) -> str | None:
     asks for the call alone.
 
     Variants are optional: a backend denies what it does not have, and the caller composes it. A
-    graph, whose operators are calls alone, has none.
+    graph has those of :data:`GRAPH_VARIANTS`.
 
     >>> from fp8core.backend_api import OperandSpec, QuantizeDesc
     >>> spec = OperandSpec("e4m3", (0, 0), 448.0)
@@ -70,6 +70,10 @@ _VARIANTS = (
     *("added", "chunked", "part", "prepared", "sums", "padded", "split", "packed"),
     "counted",
 )
+
+GRAPH_VARIANTS = frozenset(("added", "split", "packed"))
+"""The variants that the operators of graphs have: with tensors alone, of which none is written but
+amaxes and counts."""
 
 
 class Alignment(NamedTuple):

@@ -93,8 +93,7 @@ class NormShape(LinkShape):
         wide_desc = NormBackwardDesc(replace(desc, dtype=wide, out_dtype=wide))
         run = context.resolve("norm backward", wide_desc).run
 
-        def run_added(grad: Any, x: Any, *rest: Any) -> Sequence[Any]:
-            *parameters, added = rest
+        def run_added(grad: Any, x: Any, *parameters: Any, added: Any) -> Sequence[Any]:
             grad_x, *grads = run(grad.to(wide), x.to(wide), *parameters)
             return (grad_x + added).to(added.dtype), *grads
 
@@ -177,7 +176,7 @@ class NormProgram(TensorProgram[NormLink]):
         link, needs, saved = self._link, self._needs_grad, saved[:4]
         fusion = link.backward_fusion
         if isinstance(out, GradientSum) and link.run_backward_added is not None:
-            grad_x, *grads = link.run_backward_added(grad, *saved, out.added)
+            grad_x, *grads = link.run_backward_added(grad, *saved, added=out.added)
             out = None
         elif isinstance(out, QuantizeRequest) and fusion and fusion.serves(out, grad.shape[0]):
             grad_x, *grads = fusion(out, grad, *saved)

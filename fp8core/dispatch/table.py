@@ -28,6 +28,7 @@ from fp8core.backend_api import (
     Transfers,
     variant_of,
 )
+from fp8core.backend_api.spec import GRAPH_VARIANTS
 from fp8core.dispatch import plugins, policy, select, settings
 from fp8core.dispatch.registry import Bound, Kernels, Registry, named_kernels
 from fp8core.errors import UnsupportedError
@@ -110,7 +111,9 @@ def resolve_optional(desc: OpDesc, device: torch.device, backend: str) -> Resolv
     """Bind an optional operation by ``backend``, or return None if ``backend`` does not run it
     or is left out of it, or a graph that torch captures has no operator of it: there a fusion has
     to count NaN and inf."""
-    if variant_of(desc) is not None and is_captured():
+    variant = variant_of(desc)
+    is_in_graph = _thread.is_capturing or torch.compiler.is_compiling()
+    if variant is not None and is_captured() and not (is_in_graph and variant in GRAPH_VARIANTS):
         return None
     if policy.chosen().why_left_out(backend, desc.op) is not None:
         return None

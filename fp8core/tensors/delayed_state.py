@@ -238,6 +238,16 @@ class GraphSlot(Slot):
 
         return cast_in_graph
 
+    def bound_beside(self, second: Any, run: Callable[..., Any]) -> Callable[..., Any]:
+        """Return the split cast ``run`` by the scales of the time of its call."""
+        cast = in_slot(run, self.entries, second.entries)
+
+        def cast_in_graph(*arguments: torch.Tensor, **keywords: Any) -> Any:
+            scales = self.state.scale, second.state.scale
+            return cast(*arguments, scale=scales, amax_out=(self.amax, second.amax), **keywords)
+
+        return cast_in_graph
+
     def present_scale(self) -> torch.Tensor:
         """Return the scale of the graph that calls this, which no later update changes."""
         scale = self.state.scale[self.entries]

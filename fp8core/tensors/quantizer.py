@@ -40,6 +40,10 @@ class Slot(NamedTuple):
         """Return the cast ``run`` by the scale, which records in ``amax``."""
         return partial(run, scale=self.scale, amax_out=self.amax)
 
+    def bound_beside(self, second: Slot, run: Callable[..., Any]) -> Callable[..., Any]:
+        """Return the split cast ``run`` by this slot and the ``second``, each for one half."""
+        return partial(run, scale=(self.scale, second.scale), amax_out=(self.amax, second.amax))
+
     def present_scale(self) -> torch.Tensor:
         """Return a copy of the scale."""
         return self.scale.clone()

@@ -91,12 +91,11 @@ class LowPrecision(TensorQuantizer):
 
 
 def with_slots(quantizers: Sequence[LowPrecision], run: Callable[..., Any]) -> Callable[..., Any]:
-    """Return ``run``, a cast of several tensors at once, with the scale, amax and count of each."""
+    """Return ``run``, a split cast, with the scale, amax and count of each half."""
     slots = [each.slot for each in quantizers if each.slot is not None]
     counts = tuple([each.nonfinite for each in quantizers])
     if slots:
-        scales, amaxes = tuple([slot.scale for slot in slots]), tuple([slot.amax for slot in slots])
-        run = partial(run, scale=scales, amax_out=amaxes)
+        run = slots[0].bound_beside(slots[1], run)
     return run if set(counts) == {None} else partial(run, nonfinite_out=counts)
 
 

@@ -26,13 +26,14 @@ class Operation(NamedTuple):
     """A descriptor and the backend that runs it; ``transposes`` is that of the BackendSpec.
 
     ``slot``, of a cast by a delayed scale: the start, end and step of its entries in the scale
-    ``[slots]`` and in row 0 of the amax history ``[length, slots]``, which it is called with.
+    ``[slots]`` and in row 0 of the amax history ``[length, slots]``, which it is called with; of a
+    split one, those of both halves, one after the other.
     """
 
     backend: str
     desc: OpDesc
     transposes: bool = False
-    slot: tuple[int, int, int] | None = None
+    slot: tuple[int, ...] | None = None
 
 
 def encode(operation: Operation) -> str:

@@ -224,7 +224,7 @@ class Operator:
         positional, named = self.call(operation.desc, values)
         run = self.run_of(text, device)
         if operation.slot is not None:
-            run = partial(_run_in_slot, run, slice(*operation.slot))
+            run = partial(_run_in_slot, run, operation.slot)
         if self._writes:
             run(*positional, **named)
             return None
@@ -237,7 +237,7 @@ class Operator:
             layout = self._layouts[key] = self._layout(operation, positional, named)
         recorded: list[torch.Tensor | None] = []
         for name in self._recorded:
-            is_returned = name != "nonfinite_out" and (name != "amax_out" or operation.slot is None)
+            is_returned = name in self._returned(operation) and name != "nonfinite_out"
             if is_returned and name in named:
                 named[name] = named[name].clone()
                 recorded.append(named[name])
@@ -250,8 +250,17 @@ class Operator:
         if type(results) is torch.Tensor and not self._is_list:
             return settle(results, layout.flat[0])
         results = (results,) if layout.is_single else results
-        settled = settle_all([*_flat_results(results, layout), *recorded], layout.flat)
+        flat = self._stored(text, _flat_results(results, layout))
+        settled = settle_all([*flat, *recorded], layout.flat)
         return settled if self._is_list else settled[0]
+
+    def _stored(self, text: str, results: list[torch.Tensor]) -> list[torch.Tensor]:
+        """Return the tensors that the operator returns, of those of the ``results``."""
+        return results
+
+    def _read(self, text: str, stored: list[torch.Tensor]) -> list[torch.Tensor]:
+        """Return the tensors of the results, of those that the operator returns."""
+        return stored
 
     def _layout(
         self, operation: Operation, positional: Sequence[Any], named: dict[str, Any]
@@ -274,7 +283,7 @@ class Operator:
         """Return the names of the written arguments that the operator returns."""
         if operation.slot is None:
             return self._recorded
-        return [name for name in self._recorded if name != "amax_out"]
+        return [name for name in self._recorded if not name.endswith("amax_out")]
 
     def _restored(
         self, text: str, flat: list[torch.Tensor], arguments: Any, keywords: dict[str, Any]
@@ -282,12 +291,12 @@ class Operator:
         """Return the results of the call, of those of the operator."""
         written = [name for name in self._recorded if keywords.get(name) is not None]
         for name in reversed(written):  # the last result first
-            if name != "amax_out" or not _has_slot(text):
+            if not (name.endswith("amax_out") and _has_slot(text)):
                 keywords[name].copy_(flat.pop())
         if self._record.returns is CastShape:  # which torch.compile traces: it reads no descriptor
             return _quantized(_parts(text), iter(flat))
         shapes = self._record.shapes(decode(text).desc, *arguments, **keywords)
-        rest = iter(flat)
+        rest = iter(self._read(text, flat))
         results: list[Any] = []
         for shape in _several(shapes):
             if isinstance(shape, CastShape):
@@ -315,8 +324,9 @@ def _has_slot(text: str) -> bool:
 constant_in_graph(_has_slot)
 
 
-def in_slot(run: Callable[..., Any], entries: slice) -> Callable[..., Any]:
-    """Return the cast ``run`` of a graph, from :func:`call_of`, by one slot of a delayed state.
+def in_slot(run: Callable[..., Any], *entries: slice) -> Callable[..., Any]:
+    """Return the cast ``run`` of a graph, from :func:`call_of`, by one slot of a delayed state, or
+    a split one by two.
 
     It is called with ``scale [slots]``, of which it reads ``entries``, and with ``amax_out``, a
     history ``[length, slots]``, to row 0 of which it writes when the graph runs, as a kernel does:
@@ -324,21 +334,21 @@ def in_slot(run: Callable[..., Any], entries: slice) -> Callable[..., Any]:
     """
     assert isinstance(run, partial)
     operation = decode(run.args[0])
-    slot = (entries.start, entries.stop, entries.step)
-    return partial(run.func, encode(operation._replace(slot=slot)))
+    slot = [number for each in entries for number in (each.start, each.stop, each.step)]
+    return partial(run.func, encode(operation._replace(slot=tuple(slot))))
+
+
+_IN_SLOTS = (("scale", "amax_out"), ("second_scale", "second_amax_out"))
 
 
 def _run_in_slot(
-    run: Callable[..., Any],
-    entries: slice,
-    *arguments: Any,
-    scale: torch.Tensor,
-    amax_out: torch.Tensor | None = None,
-    **keywords: Any,
+    run: Callable[..., Any], slot: Sequence[int], *arguments: Any, **keywords: Any
 ) -> Any:
-    keywords["scale"] = first_row(scale, entries)
-    if amax_out is not None:  # whose writes torch does not count: a later pass saved it
-        keywords["amax_out"] = first_row(amax_out, entries)
+    for at, names in zip(range(0, len(slot), 3), _IN_SLOTS, strict=False):
+        entries = slice(*slot[at : at + 3])
+        for name in names:
+            if name in keywords:  # torch counts no write to an amax: a later pass saved it
+                keywords[name] = first_row(keywords[name], entries)
     return run(*arguments, **keywords)
 
 
@@ -445,6 +455,105 @@ def _trimmed(
     return operand._replace(scale_inv=scale_inv.narrow(dim, 0, count).contiguous())
 
 
+class Fused(Operator):
+    """A producer and the cast of its result. The codes of both halves of a split one are one result
+    of the operator, in which kernels write them side by side: the graph has views of it."""
+
+    def __call__(self, text: str, *arguments: Any, **keywords: Any) -> Any:
+        """Return the results of the operation ``text``, a pair for two halves."""
+        if not _is_split(text):
+            return super().__call__(text, *arguments, **keywords)
+        for name, second in zip(*_IN_SLOTS, strict=True):
+            if name in keywords:
+                keywords[name], keywords[second] = keywords[name]
+        first, second, *rest = super().__call__(text, *arguments, **keywords)
+        return (first, second), *rest
+
+    def run_of(self, text: str, device: torch.device) -> Callable[..., Any]:
+        """Return what runs the operation, of halves as if each were a result."""
+        run = bound(text, device)
+        return partial(_run_split, run) if _is_split(text) else run
+
+    def _layout(
+        self, operation: Operation, positional: Sequence[Any], named: dict[str, Any]
+    ) -> _Layout:
+        layout = super()._layout(operation, positional, named)
+        parts = layout.parts[0]
+        if parts is None or not operation.desc.quantize.split:  # type: ignore[attr-defined]  # a fusion
+            return layout
+        return layout._replace(flat=_joined(layout.flat, parts, _doubled))
+
+    def _stored(self, text: str, results: list[torch.Tensor]) -> list[torch.Tensor]:
+        return _joined(results, _parts(text), _together) if _is_split(text) else results
+
+    def _read(self, text: str, stored: list[torch.Tensor]) -> list[torch.Tensor]:
+        if not _is_split(text):
+            return stored
+        places, count = _places_of_codes(_parts(text))
+        first, behind = stored[:count], stored[count:]
+        for at, dim in places:
+            first[at], second = first[at].chunk(2, dim)
+            behind.insert(at, second)
+        return first + behind
+
+
+def _is_split(text: str) -> bool:
+    desc: Any = decode(text).desc
+    return bool(desc.quantize.split)
+
+
+def _run_split(run: Callable[..., Any], *arguments: Any, **keywords: Any) -> Any:
+    for name, second in zip(*_IN_SLOTS, strict=True):
+        if second in keywords:
+            keywords[name] = keywords[name], keywords.pop(second)
+    if "nonfinite_out" in keywords:
+        keywords["nonfinite_out"] = (keywords["nonfinite_out"],) * 2
+    halves, *rest = run(*arguments, **keywords)
+    return *halves, *rest
+
+
+def _places_of_codes(parts: _Parts) -> tuple[list[tuple[int, int]], int]:
+    """Return the places of the codes among the tensors of a cast, each with the dimension along
+    which columns of what was cast lie; and how many tensors there are."""
+    num_rowwise, num_columnwise, *_ = parts
+    places = [(0, 1)] * bool(num_rowwise) + [(num_rowwise, 0)] * bool(num_columnwise)
+    return places, num_rowwise + num_columnwise
+
+
+def _joined(flat: Sequence[Any], parts: _Parts, join: Callable[[Any, Any, int], Any]) -> list[Any]:
+    """Return ``flat``, which has the tensors of two casts of such ``parts`` first, with the codes
+    of the second one joined to those of the first."""
+    places, count = _places_of_codes(parts)
+    first, second = [*flat[:count]], [*flat[count : 2 * count]]
+    for at, dim in reversed(places):
+        first[at] = join(first[at], second.pop(at), dim)
+    return [*first, *second, *flat[2 * count :]]
+
+
+def _doubled(shape: ResultShape, _: ResultShape, dim: int) -> ResultShape:
+    size = [*shape.size]
+    size[dim] *= 2
+    return shape._replace(size=tuple(size))
+
+
+def _together(first: torch.Tensor, second: torch.Tensor, dim: int) -> torch.Tensor:
+    """Return the tensor whose halves along ``dim`` these are, in their own memory if they lie so,
+    each row or each column behind the other."""
+    for a, b, along in ((first, second, dim), (first.t(), second.t(), 1 - dim)):
+        rows, columns = a.shape
+        size = (2 * rows, columns) if along == 0 else (rows, 2 * columns)
+        begin = a.storage_offset() + (a.numel() if along == 0 else columns)
+        is_even = a.stride() == b.stride() == (size[1], 1) and b.storage_offset() == begin
+        if is_even and not is_captured(a) and _storage_of(a) == _storage_of(b):
+            whole = a.as_strided(size, (size[1], 1))
+            return whole if along == dim else whole.t()
+    return torch.cat((first, second), dim)
+
+
+def _storage_of(x: torch.Tensor) -> int:
+    return x.untyped_storage().data_ptr()
+
+
 _ATTENTION_TENSORS = (
     *("bias", "alibi_slopes", "mask", "softmax_offset", "cu_seqlens_q", "cu_seqlens_kv"),
     *("cu_seqlens_q_padded", "cu_seqlens_kv_padded", "rng", "s_scale", "dp_scale"),
@@ -484,7 +593,10 @@ class Attention(Operator):
         return inputs, named | dict(zip(_ATTENTION_SIZES, sizes or (), strict=False))
 
 
-_KINDS = {"attention": Attention, "attention_backward": Attention, "grouped_gemm": GroupedProduct}
+_KINDS = {
+    **{"attention": Attention, "attention_backward": Attention},
+    **{"fused": Fused, "grouped_gemm": GroupedProduct},
+}
 
 OPERATORS: dict[str, Operator] = {}
 """The operators by the name of the operation."""

@@ -328,8 +328,7 @@ class AddsGradientsOfAResidualTwice(Sound):
     def bind(self, desc: OpDesc, device: torch.device) -> Run:
         run = super().bind(desc, device)
 
-        def run_added(*tensors: Any) -> Any:
-            *arguments, added = tensors
+        def run_added(*arguments: Any, added: Any) -> Any:
             grad_x, *rest = run(*arguments)
             return grad_x + 2 * added, *rest
 

@@ -19,7 +19,9 @@ from fp8core.backend_api import (
     NormBackwardDesc,
     NormDesc,
     OpDesc,
+    PackedRotaryDesc,
     Recording,
+    variant_of,
 )
 from fp8core.dispatch import table
 from fp8core.dispatch.table import UNNAMED, TrackingResolver
@@ -89,11 +91,16 @@ VARIANTS = [
     NormBackwardDesc(NormDesc("rmsnorm", torch.float32, torch.float32, 1e-5), added=True),
     replace(toys.GEMM, part=True),
     replace(toys.SCALE_UPDATE, prepared=True),
+    FusedDesc(
+        ActivationBackwardDesc("swiglu", torch.bfloat16, torch.bfloat16),
+        replace(toys.QUANTIZE, split=True),
+    ),
+    PackedRotaryDesc(torch.bfloat16, "bshd"),
 ]
 
 
 @pytest.mark.parametrize("desc", VARIANTS, ids=str)
-def test_a_variant_is_bound_where_its_backend_has_it_and_no_graph_is_captured(
+def test_a_variant_is_bound_where_its_backend_and_a_graph_that_is_captured_have_it(
     desc: OpDesc,
 ) -> None:
     toys.register(
@@ -105,6 +112,9 @@ def test_a_variant_is_bound_where_its_backend_has_it_and_no_graph_is_captured(
     assert resolved.run is max
     assert table.resolve_optional(desc, CPU, "plain") is None
     with table.capturing():
+        captured = table.resolve_optional(desc, CPU, "toy")
+    assert (captured is not None) == (variant_of(desc) in ("added", "split", "packed"))
+    with FakeTensorMode():  # what calls write, as the amax of a half, is no tensor of a graph
         assert table.resolve_optional(desc, CPU, "toy") is None
 
 

@@ -36,6 +36,7 @@ from fp8core.backend_api import (
     OpDesc,
     Operand,
     OperandSpec,
+    PackedRotaryDesc,
     QuantizeByAmaxDesc,
     Quantized,
     QuantizeDesc,
@@ -85,7 +86,7 @@ class Fusing:
 
     def unsupported(self, desc: OpDesc, device: torch.device) -> str | None:
         variant = variant_of(desc)
-        return None if variant == "counted" else variant
+        return None if variant in ("counted", "added", "split") else variant
 
     def alignment(self, desc: GemmDesc) -> Any:
         return self._reference.alignment(desc)
@@ -104,8 +105,36 @@ class Fusing:
         made = getattr(self._reference, desc.producer.op)(desc.producer, *arguments)
         first, *rest = made if isinstance(made, tuple) else (made,)
         sums = [first.float().sum(0)] if desc.quantize.sums else []
-        cast = replace(desc.quantize, sums=False)
-        return (self.quantize(cast, first, **keywords), *rest, *sums)
+        cast = replace(desc.quantize, sums=False, split=False)
+        if not desc.quantize.split:
+            return (self.quantize(cast, first, **keywords), *rest, *sums)
+        halves = [
+            self.quantize(cast, half, **{name: pair[at] for name, pair in keywords.items()})
+            for at, half in enumerate(first.chunk(2, dim=1))
+        ]
+        return (self.beside(halves) if self.is_beside else tuple(halves), *rest, *sums)
+
+    is_beside = False
+
+    def beside(self, halves: list[Quantized]) -> tuple[Quantized, ...]:
+        """The same with the codes of both in one memory, as a kernel writes them."""
+        self.written: list[torch.Tensor] = []
+        sides: list[list[Operand | None]] = []
+        for name, dim in (("rowwise", 1), ("columnwise", 0)):
+            operands = [getattr(half, name) for half in halves]
+            if operands[0] is None:
+                sides.append([None, None])
+                continue
+            self.written.append(torch.cat([each.data for each in operands], dim))
+            codes = self.written[-1].chunk(2, dim)
+            pairs = zip(operands, codes, strict=True)
+            sides.append([each._replace(data=data) for each, data in pairs])
+        return tuple(Quantized(*pair) for pair in zip(*sides, strict=True))
+
+    def norm_backward(self, desc: NormBackwardDesc, *arguments: Any, added: Any = None) -> Any:
+        plain = replace(desc, added=False)
+        grad_x, *rest = self._reference.norm_backward(plain, *arguments)
+        return grad_x + added if desc.added else grad_x, *rest
 
     norm_quantize = activation_quantize = activation_backward_quantize = fused
     norm_backward_quantize = fused
@@ -288,6 +317,16 @@ CASES: dict[str, Callable[[], tuple[Any, ...]]] = {
         torch.tensor([2, 3], dtype=torch.int32),
         torch.tensor([0, 1, 4], dtype=torch.int32),
     ),
+    "rotary_of_all_heads": lambda: (
+        OPS.rotary,
+        text(PackedRotaryDesc(BF16, "sbhd")),
+        rand(4, 2, 3, 8),
+        torch.rand(5, 1, 1, 6),
+        None,
+        None,
+        rand(4, 2, 1, 8),
+        rand(4, 2, 1, 8),
+    ),
     "attention": lambda: case(ATTENTION),
     "attention_thd": lambda: case(PACKED_ATTENTION),
     "attention_backward": lambda: case(ATTENTION_BACKWARD),
@@ -385,6 +424,70 @@ def test_fused_operation_and_its_operator_agree(fusing: str, producer: Any, sums
     got = call_of(Operation(fusing, desc, True))(*arguments, scale=scale, amax_out=recorded)
     torch.testing.assert_close(got, want, rtol=0, atol=0)
     assert torch.equal(recorded, amax)
+
+
+HALVES = [
+    *((DELAYED, DELAYED), (CURRENT, CURRENT), (BLOCK, BLOCK), (SQUARE, SQUARE), (CURRENT, None)),
+    *((None, DELAYED), (FP4, FP4), (CURRENT, BLOCK)),
+]
+
+
+@pytest.mark.parametrize("is_beside", [True, False])
+@pytest.mark.parametrize("transposes", [True, False])
+@pytest.mark.parametrize(("rowwise", "columnwise"), HALVES, ids=str)
+def test_halves_that_are_cast_apart_and_their_operator_agree(
+    rowwise: OperandSpec | None,
+    columnwise: OperandSpec | None,
+    transposes: bool,
+    is_beside: bool,
+    fusing: str,
+) -> None:
+    backend = plugins.load().instance(plugins.load().backends[fusing])
+    backend.is_beside = is_beside
+    cast = QuantizeDesc(BF16, rowwise, columnwise, split=True, sums=is_beside)
+    desc = FusedDesc(BACKWARD, cast)
+    arguments = [rand(64, 96), rand(64, 192)]
+    scales, amaxes = [torch.full((1,), n) for n in (2.0, 3.0)], [torch.zeros(1) for _ in range(2)]
+    is_delayed = DELAYED in (rowwise, columnwise)
+    slots = (scales, amaxes) if is_delayed else ([None, None], [None, None])
+    (scale, second_scale), (amax, second_amax) = slots
+    operator = (
+        *(text(desc, fusing, transposes), arguments, scale, amax, None, None),
+        *(second_scale, second_amax),
+    )
+    torch.library.opcheck(OPS.fused.default, operator)
+    keywords: dict[str, Any] = {"scale": scales, "amax_out": amaxes} if is_delayed else {}
+    want = backend.fused(desc, *arguments, **keywords)
+    recorded = [torch.zeros(1) for _ in range(2)]
+    if is_delayed:
+        keywords["amax_out"] = recorded
+    got = call_of(Operation(fusing, desc, transposes))(*arguments, **keywords)
+    assert [type(half) for half in got[0]] == [Quantized, Quantized]
+    torch.testing.assert_close(got, want, rtol=0, atol=0)
+    assert recorded == amaxes
+
+
+def test_codes_that_lie_side_by_side_are_not_copied(fusing: str) -> None:
+    backend = plugins.load().instance(plugins.load().backends[fusing])
+    backend.is_beside = True
+    desc = FusedDesc(BACKWARD, QuantizeDesc(BF16, CURRENT, CURRENT, split=True))
+    codes = OPS.fused(text(desc, fusing, True), [rand(64, 96), rand(64, 192)], None, None, None)
+    rows, columns = backend.written
+    assert codes[0].data_ptr() == rows.data_ptr()
+    assert codes[2].data_ptr() == columns.data_ptr()
+    first, second = call_of(Operation(fusing, desc, True))(rand(64, 96), rand(64, 192))[0]
+    assert first.rowwise.data._base is second.rowwise.data._base is not None
+
+
+@pytest.mark.parametrize("norm", [NORM, RMS])
+def test_a_gradient_that_is_added_and_its_operator_agree(fusing: str, norm: NormDesc) -> None:
+    desc = NormBackwardDesc(norm, added=True)
+    mean = torch.rand(4) if norm is NORM else None
+    arguments, added = [rand(4, 8), rand(4, 8), rand(8), mean, torch.rand(4)], rand(4, 8)
+    torch.library.opcheck(OPS.norm_backward.default, (text(desc, fusing), *arguments, added))
+    want = Fusing().norm_backward(desc, *arguments, added=added)
+    got = call_of(Operation(fusing, desc))(*arguments, added=added)
+    torch.testing.assert_close(got, want, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("norm", [NORM, RMS])

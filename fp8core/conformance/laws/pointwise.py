@@ -337,7 +337,7 @@ def a_norm_adds_gradients_as_the_pair(subject: Subject, desc: NormBackwardDesc) 
     for call in calls_of(subject, desc, *SIZES):
         grad_x, *rest = call.run(subject)
         added = subject.here(inputs.normal(tuple(grad_x.shape), desc.norm.dtype, 5))
-        results = run_added(*call.arguments, added)
+        results = run_added(*call.arguments, added=added)
         same_tensors(f"gradients of {list(grad_x.shape)}", results, (grad_x + added, *rest))
 
 
