@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 
 import torch
 
-from fp8core.backend_api import NormDesc, OpDesc
+from fp8core.backend_api import AttentionDesc, NormDesc
 from fp8core.chain.unwrap import PLAIN, are_readable, as_readable, unwrap
 from fp8core.dispatch import plugins, policy, select, table
 from fp8core.dispatch.registry import Registry
@@ -63,24 +63,23 @@ def _bound(
     return None if resolved is None else resolved.run
 
 
-def records(desc: OpDesc, x: torch.Tensor) -> bool:
-    """Return whether the backend that is chosen for ``desc`` records runs of ``x``'s device: those
-    of norms, which each that records anything does."""
+def records(desc: AttentionDesc, device: torch.device) -> bool:
+    """Return whether the backend that is chosen for ``desc`` records runs of ``device``: those of
+    norms, which each that records anything does."""
     registry = plugins.load()
-    return _records(desc, x.dtype, x.device, policy.current(), registry, len(registry.rows))
+    return _records(desc, device, policy.current(), registry, len(registry.rows))
 
 
 @functools.lru_cache(maxsize=1024)
 def _records(
-    desc: OpDesc,
-    dtype: torch.dtype,
+    desc: AttentionDesc,
     device: torch.device,
     backends: policy.Policy,
     registry: Registry,
     num_plugins: int,
 ) -> bool:
     chosen = select.choose(desc, device, backends).backend
-    norm = table.resolve_optional(NormDesc("rmsnorm", dtype, dtype, 1e-5), device, chosen)
+    norm = table.resolve_optional(NormDesc("rmsnorm", desc.dtype, desc.dtype, 1e-5), device, chosen)
     return norm is not None and norm.recorder is not None
 
 

@@ -56,6 +56,7 @@ from fp8core.conversion.structure import (
 from fp8core.modules.composition import is_seen
 from fp8core.modules.sequences.rotary import apply_rotary_pos_emb
 from fp8core.modules.splice import Part, Splice
+from fp8core.torch_ops.capture import constant_in_graph
 from fp8core.torch_ops.private import is_capturing, is_cudnn_attention_enabled, is_deterministic
 
 _CHAINS = "_fp8core_splices"
@@ -257,10 +258,8 @@ class ConvertedDecoder(ConvertedBlock):
         """Return what all chains of the layer return for ``x [b, s, h]``, None unless attention is
         one of them in this call."""
         whole, pair, attention = chains.whole, keywords.get("position_embeddings"), chains.attention
-        if whole is None or torch.compiler.is_compiling():
+        if whole is None or not _is_left_to_backends():
             return None
-        if not is_cudnn_attention_enabled() or is_deterministic():
-            return None  # by one of torch's kernels, or by torch's rules
         shape = whole.attention
         assert shape is not None
         _, scaling, dropout = [getattr(attention, name) for name in chains.layer.numbers]
@@ -271,7 +270,7 @@ class ConvertedDecoder(ConvertedBlock):
         now = scaling, is_causal, getattr(attention, "num_key_value_groups", sharing)
         if (shape.attention.scale, shape.attention.window[1] == 0, sharing) != now:
             return None
-        if attention.training and getattr(dropout, "p", dropout):
+        if attention.training and _probability(dropout):
             return None
         without = {**keywords, "position_embeddings": None, "is_causal": None}
         if not is_plain_sdpa(_sdpa_of(attention), without) or not whole.may_attend(x):
@@ -284,6 +283,8 @@ class ConvertedDecoder(ConvertedBlock):
         conversion = vars(module)[RECORD].conversion
         turn = _turn_of(pair, conversion, attention)
         total = None if turn is None else whole.run(x, turn[0])
+        if torch.compiler.is_compiling():  # where no layer has a turn from another
+            return total
         if total is None and conversion.turn is not None:
             conversion.turn[2].discard(id(attention))  # it asks again in this forward
         return total
@@ -319,7 +320,7 @@ class ConvertedDecoder(ConvertedBlock):
         excluded = (*_OF_ATTENTION, *_OF_ENCODER)
         rest = {name: value for name, value in keywords.items() if name not in excluded}
         operands = Operands(q, k, v, keywords.get("attention_mask"))
-        probability = getattr(dropout, "p", dropout) if attention.training else 0.0
+        probability = _probability(dropout) if attention.training else 0.0
         result = None if probability else attended(attention, operands, scaling, rest, attend)
         if result is None:
             more = {"dropout": probability, "scaling": scaling, **rest}
@@ -352,6 +353,19 @@ class ConvertedDecoder(ConvertedBlock):
         elif behind is not None:
             fed = behind(fed)
         return summed(self, layer, fed, total)
+
+
+def _probability(dropout: float | torch.nn.Dropout) -> float:
+    return dropout.p if isinstance(dropout, torch.nn.Dropout) else dropout
+
+
+def _is_left_to_backends() -> bool:
+    """Return whether attention is neither by one of torch's kernels nor by torch's rules; a graph
+    has that of its capture, but the rules guard it."""
+    return is_cudnn_attention_enabled() and not is_deterministic()
+
+
+constant_in_graph(_is_left_to_backends)
 
 
 def _is_dropping(dropout: Any) -> bool:

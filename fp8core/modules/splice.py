@@ -30,7 +30,7 @@ from fp8core.chain.series import Chain
 from fp8core.chain.shape import BindContext, LinkShape, Neighbour, bind_chain
 from fp8core.chain.unwrap import PLAIN, WEIGHTS
 from fp8core.context.autocast import active
-from fp8core.dispatch import table
+from fp8core.dispatch import policy, table
 from fp8core.dispatch.table import TrackingResolver
 from fp8core.modules.calls.base import LowPrecisionModule
 from fp8core.modules.calls.bind import bind
@@ -120,10 +120,12 @@ class Splice:
 
     def may_attend(self, x: torch.Tensor) -> bool:
         """Return whether attention of this chain may run for ``x``, see the class."""
+        if torch.compiler.is_compiling():
+            return self.may_attend_in_graph(x.device, x.dtype, policy.current().values())
         if self._memo is not None:
             return True
         attention = self.attention
-        return attention is not None and records(attention.attention.desc(x.dtype), x)
+        return attention is not None and records(attention.attention.desc(x.dtype), x.device)
 
     def _params(self, brought: Sequence[torch.Tensor]) -> list[Any]:
         """Return the parameters of the chain; each layer that computes its own does so once."""
@@ -142,9 +144,10 @@ class Splice:
         self, x: torch.Tensor, brought: Sequence[torch.Tensor]
     ) -> torch.Tensor | None:
         """Return what :meth:`run` does, in a graph that torch.compile traces."""
-        if self.attention is not None:
-            return None
+        attention, backends = self.attention, policy.current().values()
         if type(x) is not torch.Tensor or not self.is_whole_in_graph():
+            return None
+        if attention is not None and not self.may_attend(x):
             return None
         if torch.is_autocast_enabled(x.device.type):
             return None
@@ -152,13 +155,14 @@ class Splice:
             if any([block._modules[name] is not module for name, module in inside.items()]):
                 return None
         params = self._params(brought)
-        if any([each.dtype != x.dtype for each in params]):
+        unlike = [] if attention is None else brought  # angles
+        if any([p.dtype != x.dtype and all([p is not a for a in unlike]) for p in params]):
             return None
         bounds = [bind(layer, x.device, x.dtype) for layer in self.layers]
         pairs = zip(self.layers, bounds, strict=True)
         stateful = [layer for layer, bound in pairs if bound.number is not None]
         numbers: Any = tuple([bound.parts[0] for bound in bounds])
-        number = self.captured(self.text, x.device, x.dtype, numbers)
+        number = self.captured(self.text, x.device, x.dtype, numbers, backends)
         return None if number < 0 else run_in_graph(stateful, number, x, params, DENSE)
 
     def is_whole_in_graph(self) -> bool:
@@ -166,8 +170,24 @@ class Splice:
         names = [name in layer._parameters for layer, name in self._names if name is not None]  # type: ignore[union-attr]  # a shape's have no name
         return all(names) and self._kinds_now() == self._kinds and not self._is_seen()
 
+    def may_attend_in_graph(
+        self, device: torch.device, dtype: torch.dtype, backends: policy.Values
+    ) -> bool:
+        """Return what :meth:`may_attend` does for tensors of a graph; sequences of any length share
+        one if angles say how long they are."""
+        attention = self.attention
+        if attention is None or attention.rotation is None:
+            return False
+        with policy.activated(policy.Policy(*backends)), table.in_eager():
+            return records(attention.attention.desc(dtype), device)
+
     def captured(
-        self, text: str, device: torch.device, dtype: torch.dtype, numbers: tuple[int, ...]
+        self,
+        text: str,
+        device: torch.device,
+        dtype: torch.dtype,
+        numbers: tuple[int, ...],
+        backends: policy.Values,
     ) -> int:
         """Return the number of the chain in a graph, of layers with these ``numbers``; -1 if one of
         them has to run by itself. The graph is guarded by the arguments, by ``text`` for the parts.
@@ -181,7 +201,7 @@ class Splice:
         stateful = [at for at, bound in enumerate(bounds) if bound.number is not None]
         unread = [None] * (len(stateful) * len(STATE_BUFFERS))
         bound = _bound_in_graph(numbers, unread, "forward")
-        links = self.links_in_graph(bound, device, dtype)
+        links = self.links_in_graph(bound, device, dtype, backends)
         if links is None or not stateful:
             return -1 if links is None else chain.capture(Chain(links))
         places = {self.layers[at]: place for place, at in enumerate(stateful)}
@@ -192,23 +212,29 @@ class Splice:
             if states is not None and states.records_forward:
                 entry = states.slot("input").entries.start  # type: ignore[attr-defined]  # of a graph
                 groups.append(([places[layer] for layer in layers], entry))
-        again = partial(_links_again, weakref.ref(self), numbers, device, dtype)
+        place = (device, dtype, backends)
+        again = partial(_links_again, weakref.ref(self), numbers, place)
         return chain.capture(chain.Stateful(again, partial(follow_amax, groups=groups)))
 
     def links_in_graph(
-        self, bounds: Sequence[Bound], device: torch.device, dtype: torch.dtype
+        self,
+        bounds: Sequence[Bound],
+        device: torch.device,
+        dtype: torch.dtype,
+        backends: policy.Values,
     ) -> tuple[Link, ...] | None:
         """Return the links of all parts in a graph, whose layers are bound so, as of
-        :func:`_links`."""
+        :func:`_links`; the others dispatch by the policy ``backends``."""
         by_layer = dict(zip(self.layers, bounds, strict=True))
         if bounds[0].linears:  # what comes into a chain is saved by who has computed it
             alone = tuple(saving_input(link) for link in bounds[0].links)
             by_layer[self.layers[0]] = bounds[0]._replace(links=alone)
         context = _context(by_layer, Binding(device, dtype), self.layers[0].label)
-        with table.capturing():
+        with policy.activated(policy.Policy(*backends)), table.capturing():
             return _links(self.parts, by_layer, context)
 
     constant_in_graph(is_whole_in_graph)
+    constant_in_graph(may_attend_in_graph)
     constant_in_graph(captured)
 
     def _run_anew(
@@ -434,8 +460,7 @@ def _bound_in_graph(numbers: Sequence[int], buffers: Sequence[Any], phase: str) 
 def _links_again(
     splice: weakref.ref[Splice],
     numbers: Sequence[int],
-    device: torch.device,
-    dtype: torch.dtype,
+    place: tuple[torch.device, torch.dtype, policy.Values],
     buffers: Sequence[Any],
     phase: str,
 ) -> tuple[Link, ...]:
@@ -444,6 +469,6 @@ def _links_again(
     assert running is not None
     bounds = _bound_in_graph(numbers, buffers, phase)
     begin_all([bound.states.forward for bound in bounds if bound.states is not None])
-    links = running.links_in_graph(bounds, device, dtype)
+    links = running.links_in_graph(bounds, *place)
     assert links is not None
     return Chain(links)
