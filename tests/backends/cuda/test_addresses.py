@@ -66,7 +66,7 @@ def packed_rotary(*, k=at[1], v=at[2]):
     run = E.Rotary(E.RotaryLayout.sbhd, False, False, kind, 0)
     x = (at[0], 8, 1, 4, 64, 256, 256, 64, 1)
     parts = (k, 8, 1, 2, 64, 128, 128, 64, 1, v, 8, 1, 2, 64, 128, 128, 64, 1)
-    run((*x, at[3], 8, 64, 0, 0, 1, at[4], 0, *parts), 0)
+    run((*x, at[3], 8, 64, 0, 0, 1, at[4], *parts), 0)
 """
 
 CASES = {

@@ -311,7 +311,7 @@ def test_the_native_entry_compares_keys_and_values_with_queries() -> None:
         wrong = (*part[:at], size, *part[at + 1 :])
         for parts in ((*wrong, *part), (*part, *wrong)):
             with pytest.raises(ValueError, match="heads of the same tokens and size"):
-                run((*x, memory, 8, 64, 0, 0, 1, memory, 0, *parts), 0)
+                run((*x, memory, 8, 64, 0, 0, 1, memory, *parts), 0)
 
 
 # The reason, and the operands that it is given for; by default those of two sequences of three.
