@@ -111,12 +111,12 @@ def settle_all(
     the scale that two orientations share is copied. Tensors that torch traces with have none."""
     present = [tensor for tensor in results if tensor is not None]
     settled = [settle(tensor, shape) for tensor, shape in zip(present, shapes, strict=True)]
-    if len(settled) == 1 or is_captured(present[0]):
+    if len(settled) == 1 or type(present[0]) is not torch.Tensor:
         return settled
-    memories: set[int] = set()
+    memories = [result.untyped_storage().data_ptr() for result in settled]
+    if len(set(memories)) == len(memories) or is_captured(present[0]):
+        return settled
     for at, result in enumerate(settled):
-        memory = result.untyped_storage().data_ptr()
-        if memory in memories and result.numel():
+        if memories[at] in memories[:at] and result.numel():
             settled[at] = result.clone()
-        memories.add(memory)
     return settled

@@ -229,7 +229,7 @@ class Operator:
             run(*positional, **named)
             return None
         # Half of what a call costs the host, and the same for each call of a graph.
-        key = text, *map(_metadata, values)
+        key = _key(text, values)
         layout = self._layouts.get(key)
         if layout is None:
             if len(self._layouts) >= _MOST_LAYOUTS:
@@ -237,8 +237,8 @@ class Operator:
             layout = self._layouts[key] = self._layout(operation, positional, named)
         recorded: list[torch.Tensor | None] = []
         for name in self._recorded:
-            is_returned = name in self._returned(operation) and name != "nonfinite_out"
-            if is_returned and name in named:
+            is_in_slot = operation.slot is not None and name.endswith("amax_out")
+            if name in named and name != "nonfinite_out" and not is_in_slot:
                 named[name] = named[name].clone()
                 recorded.append(named[name])
         if "nonfinite_out" in self._recorded:
@@ -394,13 +394,17 @@ def _quantized(parts: _Parts, flat: Iterator[torch.Tensor]) -> Quantized:
     return Quantized(*(Operand(*side) if side else None for side in (rowwise, columnwise)))
 
 
-def _metadata(value: Any) -> Any:
-    """Return what the shapes of results follow from, of an argument of an operator."""
-    if value is None or type(value) is float:
-        return value
-    if isinstance(value, torch.Tensor):
-        return value.shape, value.dtype
-    return tuple(map(_metadata, value)) if type(value) is list else value
+def _key(text: str, values: Sequence[Any]) -> tuple[Any, ...]:
+    """Return what the shapes of the results of ``text`` follow from: of each tensor among the
+    ``values``, or in a list there, size and dtype; of a list how long it is."""
+    key: list[Any] = [text]
+    for value in values:
+        is_list = type(value) is list
+        if is_list:
+            key.append(len(value))
+        for each in value if is_list else (value,):
+            key += (each.shape, each.dtype) if isinstance(each, torch.Tensor) else (each,)
+    return tuple(key)
 
 
 def _device(values: Sequence[Any]) -> torch.device:

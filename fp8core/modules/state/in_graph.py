@@ -142,8 +142,12 @@ def add_layer(layer: Any) -> None:
 
 
 def _has(layer: Any, history: torch.Tensor) -> bool:
-    address = history.data_ptr()
-    return any(buffer.data_ptr() == address for buffer in _histories_of(layer))
+    address, buffers = history.data_ptr(), layer._buffers
+    for name in _HISTORIES:  # of each pass of each layer: without a generator
+        buffer = buffers.get(name)
+        if buffer is not None and buffer.data_ptr() == address:
+            return True
+    return False
 
 
 def _histories_of(layer: Any) -> list[torch.Tensor]:
