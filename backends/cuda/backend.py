@@ -152,15 +152,15 @@ class CudaBackend:
         return OPERATIONS[type(desc)].bind(desc, device, native.load())
 
     def recorder(self, desc: OpDesc, device: torch.device) -> Recorder | None:
-        """Return what records calls of the native library; of torch's own kernels there is none.
+        """Return what records calls of the native library, and torch's products in high precision.
 
-        Operations in groups read sizes, and a product in high precision is one of torch's.
+        Of operations in groups there is none: they read sizes.
         """
         rows = desc.quantize if isinstance(desc, AmaxDesc) else desc
         operation = OPERATIONS.get(type(desc))
-        is_native = operation is not None and operation.is_recorded
-        is_native |= type(desc) is GemmDesc and desc.low_precision
-        if not is_native or getattr(rows, "grouped", False) or native.missing(device) is not None:
+        is_recorded = operation is not None and operation.is_recorded
+        is_recorded |= type(desc) is GemmDesc
+        if not is_recorded or getattr(rows, "grouped", False) or native.missing(device) is not None:
             return None
         return recorder(index_of(device), native.load())
 

@@ -453,10 +453,17 @@ def high_precision_gemm(
     bias: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Multiply unquantized operands with torch's kernels, which accumulate in float32."""
+    """Multiply unquantized operands with torch's kernels, which accumulate in float32.
+
+    What is multiplied in its own dtype, and is not added to ``out``, torch writes where it is due,
+    by operators that a recorder repeats.
+    """
     same = a.data.dtype == b.data.dtype == desc.out_dtype
-    if same and out is None and (bias is None or bias.dtype == desc.out_dtype):
-        return torch.nn.functional.linear(a.data, b.data, bias)  # [m, k] x [n, k] -> [m, n]
+    if same and not desc.accumulate and (bias is None or bias.dtype == desc.out_dtype):
+        columns = b.data.t()  # [k, n]
+        if bias is None:
+            return torch.mm(a.data, columns, out=out)
+        return torch.addmm(bias, a.data, columns, out=out)
     if a.data.dtype == b.data.dtype and a.data.dtype in (torch.bfloat16, torch.float16):
         product = torch.mm(a.data, b.data.t(), out_dtype=torch.float32)
     else:

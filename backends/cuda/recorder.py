@@ -42,9 +42,17 @@ _REPEATED = {
     _aten._to_copy.default: _aten._to_copy.default,
     _aten.clone.default: torch.clone,
     _aten.constant_pad_nd.default: _aten.constant_pad_nd.default,
+    _aten.mm.default: torch.mm,
+    _aten.addmm.default: torch.addmm,
 }
 """Operators that a repeat calls again, functions of their arguments alone, whose result is a new
 tensor; and what it calls: torch's own binding reads arguments in less time, where there is one."""
+
+_WRITING: Mapping[Any, Callable[..., torch.Tensor]] = {
+    _aten.mm.out: torch.mm,
+    _aten.addmm.out: torch.addmm,
+}
+"""Such operators that write into the tensor ``out``."""
 
 Size: TypeAlias = "tuple[int, ...]"
 
@@ -176,6 +184,16 @@ class _OnViews(NamedTuple):
         return self.function(*arguments, **keywords)
 
 
+class _Writing(NamedTuple):
+    """A function whose last argument is the tensor that it writes its result into."""
+
+    function: Callable[..., torch.Tensor]
+
+    def __call__(self, *arguments: Any) -> torch.Tensor:
+        *factors, out = arguments
+        return self.function(*factors, out=out)
+
+
 class _Arguments(NamedTuple):
     """The numbers of arguments that are tensors, or lie in them as ``views`` say; -1 stands for one
     of ``values``."""
@@ -293,6 +311,11 @@ class _Log(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's class
             self.problem = str(refused)
             return func(*args, **keywords)
         result = func(*args, **keywords)
+        if func in _WRITING:
+            self.places.append(None)  # it is found where it was made
+            writing = _Writing(_WRITING[func])
+            self.steps.append(arguments.called(len(self.places) - 1, writing, {}))
+            return result
         number = self._number(result)
         if func is _ALLOCATION:
             self.steps.append(_Empty(number, *self.places[number][2:]))  # type: ignore[index]  # it was numbered now
@@ -313,6 +336,8 @@ class _Log(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's class
         return view
 
     def _arguments_of(self, func: Any, args: Sequence[Any], keywords: dict[str, Any]) -> _Arguments:
+        if func in _WRITING and [*keywords] == ["out"]:
+            return self._places_of((*args, keywords["out"]))
         options = [value for name, value in keywords.items() if name != "dtype"]
         if func is _ALLOCATION:
             is_repeated = not any(options)

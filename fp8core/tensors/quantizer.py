@@ -181,7 +181,7 @@ class HighPrecision(TensorQuantizer):
     __slots__ = ()
 
     def __init__(self, dtype: torch.dtype, *, turns: bool = True) -> None:
-        super().__init__(each_way(partial(_plain, dtype, turns)))
+        super().__init__(each_way(partial(_plain, dtype, turns)), constants=())
 
 
 def _plain(
@@ -224,7 +224,8 @@ def rowwise_twice(quantizer: TensorQuantizer) -> TensorQuantizer:
     def columnwise(x: torch.Tensor, *groups: torch.Tensor, **rng: Any) -> Orientations:
         return Orientations(None, rowwise(x, *groups, **rng).rowwise)
 
-    return TensorQuantizer((both, rowwise, columnwise), quantizer.choices)
+    casts = both, rowwise, columnwise
+    return TensorQuantizer(casts, quantizer.choices, constants=quantizer.constants)
 
 
 def completed(

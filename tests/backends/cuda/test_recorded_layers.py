@@ -13,11 +13,14 @@ from typing import Any
 import pytest
 import torch
 
+import fp8core
 from fp8core.backend_api import AttentionBackwardDesc, AttentionDesc, OpDesc
 from fp8core.chain import series
 from fp8core.chain.repeated import Repeated
 from fp8core.dispatch import table
-from fp8core_backends.cuda import recorder
+from fp8core.recipe import WeightOnly
+from fp8core_backends.cuda import memory, recorder
+from fp8core_backends.cuda.gemm import FEW_ROWS
 from tests.backends.cuda import test_recorder
 from tests.benchmarks import host_of_model, host_path
 from tests.benchmarks.model_gpu.weights import Shape
@@ -77,6 +80,33 @@ def _numbers(values: Any) -> Iterator[int]:
             yield value
 
 
+def test_products_of_torch_are_computed_again_where_they_are_due(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """They are written into parts of one tensor, as by linear layers that share their input."""
+    monkeypatch.setattr(memory, "_empty_here", _empty)
+    monkeypatch.setattr(memory, "_current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    torch.manual_seed(0)
+    given = [torch.randn(3, 16), torch.randn(8, 16), torch.randn(8)]
+
+    def products(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> list[torch.Tensor]:
+        joined = memory.allocator(0)((3, 24), (24, 1), torch.float32)
+        torch.mm(x, weight.t(), out=joined[:, :8])
+        torch.addmm(bias, x, weight.t(), out=joined[:, 8:16])
+        joined_again = torch.addmm(bias, x, weight.t())
+        torch.mm(joined_again, weight[:, :8].t(), out=joined[:, 16:])
+        return [joined, torch.mm(x, weight.t())]
+
+    one = recorder.Recorder(0, Library())
+    repeat: Any = one.record(lambda: products(*given), given).repeat
+    assert one.problem is None
+    for _ in range(2):
+        given = [torch.randn_like(each) for each in given]
+        for computed, expected in zip(repeat(given), products(*given), strict=True):
+            torch.testing.assert_close(computed, expected, rtol=0, atol=0)
+
+
 @contextmanager
 def recording(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     """The problems of the runs that a recorder has recorded."""
@@ -107,6 +137,23 @@ def recording(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
         yield problems
 
 
+def check_weight_only() -> None:
+    """Raise AssertionError unless a decoder with quantized weights alone is recorded, for more rows
+    than the kernel of few rows takes: its weights are decoded, and torch multiplies."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 128}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 2}
+    model = LlamaForCausalLM._from_config(LlamaConfig(**sizes, **heads), dtype=torch.bfloat16)
+    tokens = torch.arange(FEW_ROWS + 1)[None] % 64
+    with pytest.MonkeyPatch.context() as monkeypatch, recording(monkeypatch) as problems:
+        fp8core.quantize_(model.eval(), WeightOnly("rowwise"))
+        with torch.no_grad():
+            for _ in range(4):
+                model(tokens, use_cache=False)
+        assert problems == ["", ""], problems
+
+
 def check(kind: str, recipe: str) -> None:
     """Raise AssertionError unless a layer's forward and backward are recorded, and repeated."""
     with pytest.MonkeyPatch.context() as monkeypatch, recording(monkeypatch) as problems:
@@ -134,8 +181,9 @@ def test_both_directions_of_a_layer_are_recorded() -> None:
     """In a process of its own: layers that modules keep for all calls, as that of rotations, stay
     bound to what stands for a device."""
     kinds, recipes = ("fp8core", "converted"), ("delayed", "current", "block")
-    calls = "; ".join(f"check({kind!r}, {recipe!r})" for kind in kinds for recipe in recipes)
-    code = f"from {__name__} import check; {calls}"
+    calls = [f"check({kind!r}, {recipe!r})" for kind in kinds for recipe in recipes]
+    calls = "; ".join([*calls, "check_weight_only()"])
+    code = f"from {__name__} import *; {calls}"
     command = [sys.executable, "-c", code]
     root = Path(__file__).parents[3]
     done = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=300)
