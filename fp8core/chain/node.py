@@ -35,7 +35,7 @@ from fp8core.chain.unwrap import (
 )
 from fp8core.errors import OperandError, UnsupportedError
 from fp8core.tensors.quantized_tensor import QuantizedTensor
-from fp8core.torch_ops.capture import is_faked
+from fp8core.torch_ops.capture import is_faked, untraced
 from fp8core.torch_ops.private import (
     FakeTensor,
     FunctionalTensor,
@@ -83,7 +83,8 @@ class _Node(torch.autograd.Function):
         if torch.is_grad_enabled():
             return _backward_again(ctx, grad_output, added)
         if torch.compiler.is_compiling():  # compiled autograd reads this, and knows no batches
-            return _backward(ctx, grad_output, added)
+            run = _backward if ctx.links.recorder is None else _untraced_backward
+            return run(ctx, grad_output, added)
         if is_transform_active():
             return _backward_again(ctx, grad_output, added)
         links = ctx.links
@@ -232,6 +233,11 @@ def _backward(
         grad_output = unwrap(grad_output, "grad_output")
         grad_output = as_readable(grad_output, grad_output.device, "grad_output")
     return _gradients(ctx, grad_output, added, frees_early=not torch.compiler.is_compiling())
+
+
+_untraced_backward = untraced(_backward)
+"""For operations of a native library, which torch cannot read: it would break the graph at each of
+them, and compile what lies in between."""
 
 
 def _gradients(

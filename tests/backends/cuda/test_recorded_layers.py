@@ -12,15 +12,16 @@ from typing import Any
 
 import pytest
 import torch
+from torch._dynamo import compiled_autograd
 
 import fp8core
 from fp8core.backend_api import AttentionBackwardDesc, AttentionDesc, OpDesc
 from fp8core.chain import series
 from fp8core.chain.repeated import Repeated
 from fp8core.dispatch import table
-from fp8core.recipe import WeightOnly
+from fp8core.recipe import Float8CurrentScaling, WeightOnly
 from fp8core_backends.cuda import memory, recorder
-from fp8core_backends.cuda.gemm import FEW_ROWS
+from fp8core_backends.cuda.gemm import FEW_ROWS, LowPrecisionGemm
 from tests.backends.cuda import test_recorder
 from tests.benchmarks import host_of_model, host_path
 from tests.benchmarks.model_gpu.weights import Shape
@@ -154,6 +155,26 @@ def check_weight_only() -> None:
         assert problems == ["", ""], problems
 
 
+def check_compiled_backward() -> None:
+    """Raise AssertionError if compiled autograd looks into a product of the native library."""
+    calls: list[bool] = []
+    run = LowPrecisionGemm.__call__
+
+    def noting(self: LowPrecisionGemm, a: Any, b: Any, **given: Any) -> torch.Tensor:
+        calls.append(torch.compiler.is_compiling())
+        return run(self, a, b, **given)
+
+    with pytest.MonkeyPatch.context() as monkeypatch, recording(monkeypatch):
+        monkeypatch.setattr(LowPrecisionGemm, "__call__", noting)
+        layer = fp8core.Linear(64, 96, params_dtype=torch.bfloat16)
+        x = torch.zeros(80, 64, dtype=torch.bfloat16, requires_grad=True)
+        with fp8core.autocast(recipe=Float8CurrentScaling()):
+            y = layer(x)
+        with compiled_autograd._enable(torch.compile(backend="aot_eager")):
+            y.sum().backward()
+        assert calls == [False] * 3, calls
+
+
 def check(kind: str, recipe: str) -> None:
     """Raise AssertionError unless a layer's forward and backward are recorded, and repeated."""
     with pytest.MonkeyPatch.context() as monkeypatch, recording(monkeypatch) as problems:
@@ -182,7 +203,7 @@ def test_both_directions_of_a_layer_are_recorded() -> None:
     bound to what stands for a device."""
     kinds, recipes = ("fp8core", "converted"), ("delayed", "current", "block")
     calls = [f"check({kind!r}, {recipe!r})" for kind in kinds for recipe in recipes]
-    calls = "; ".join([*calls, "check_weight_only()"])
+    calls = "; ".join([*calls, "check_weight_only()", "check_compiled_backward()"])
     code = f"from {__name__} import *; {calls}"
     command = [sys.executable, "-c", code]
     root = Path(__file__).parents[3]
