@@ -22,6 +22,7 @@ from tests.benchmarks.measuring.libraries import (
     EPS,
     decoder_layer,
     llama_config,
+    recipe_of,
     under_recipe,
 )
 from tests.benchmarks.model_gpu.weights import Shape, Shared
@@ -248,7 +249,7 @@ def of_transformers(
     if has_liger:
         patched = with_liger(model)
     if name != HIGH:
-        fp8core.convert(model, fp8core.recipe.by_name(name))
+        fp8core.convert(model, recipe_of("fp8core", name))
     if is_compiled:
         compile_layers(model)
     optimizer = bench.optimizer(model, is_own=is_best)
@@ -323,10 +324,11 @@ CONTESTANTS: dict[str, Make] = {
     f"hf {HIGH}": of_transformers,
     f"hf {HIGH}{COMPILED}": partial(of_transformers, is_compiled=True),
     f"liger {HIGH}": partial(of_transformers, has_liger=True),
-    **{f"converted {name}": partial(of_transformers, name=name) for name in FP8_RECIPES},
     **{
-        f"converted {name}{COMPILED}": partial(of_transformers, name=name, is_compiled=True)
-        for name in FP8_RECIPES
+        f"converted {name}{way}": partial(of_transformers, name=name, is_compiled=way == COMPILED)
+        for each in FP8_RECIPES
+        for name in (each, f"{each} least")
+        for way in ("", COMPILED)
     },
     "best layers": partial(of_library, library="fp8core", name="delayed", is_best=True),
     "best stored": partial(of_stored, name="delayed"),
