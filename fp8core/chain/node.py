@@ -83,7 +83,7 @@ class _Node(torch.autograd.Function):
         if torch.is_grad_enabled():
             return _backward_again(ctx, grad_output, added)
         if torch.compiler.is_compiling():  # compiled autograd reads this, and knows no batches
-            run = _backward if ctx.links.recorder is None else _untraced_backward
+            run = _untraced_backward if ctx.links.is_recorded else _backward
             return run(ctx, grad_output, added)
         if is_transform_active():
             return _backward_again(ctx, grad_output, added)

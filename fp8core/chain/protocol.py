@@ -11,6 +11,7 @@ from typing import Any, Generic, NamedTuple, TypeAlias, TypeVar
 
 import torch
 
+from fp8core.backend_api import Recorder
 from fp8core.chain.call import Call
 from fp8core.chain.request import Handover, QuantizeRequest
 from fp8core.dispatch.select import Choice
@@ -198,6 +199,9 @@ class Link:
 
     # Whether it takes ``call.rng``.
     needs_rng: bool = False
+
+    # What records its calls, where it is not the chain that does.
+    recorder: Recorder | None = None
 
     # Whether it saves its input if any gradient is due, so that the links behind it run again from
     # it where torch differentiates their backward.

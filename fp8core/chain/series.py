@@ -237,7 +237,8 @@ class Chain(tuple[Link, ...]):
     link, or two that a backend fuses. Without ``pieces`` the chain itself is the only one.
     ``like_grad`` says whether the gradient of the output is like one that needed no conversion.
     ``recorder`` records dense calls of links that torch's operators may not replace, if all
-    operations of them have the same one.
+    operations of them have the same one; ``is_recorded`` says whether that one, or that of a link,
+    does.
     """
 
     def __new__(cls, links: Sequence[Link], recorder: Recorder | None = None) -> Chain:
@@ -247,6 +248,8 @@ class Chain(tuple[Link, ...]):
     def __init__(self, links: Sequence[Link], recorder: Recorder | None = None) -> None:
         self.only_once = only_once(links)
         self.recorder = None if self.only_once is None else recorder
+        recorders = (self.recorder, *(link.recorder for link in links))
+        self.is_recorded = any(each is not None for each in recorders)
         self.like_grad: Likeness | None = None
         self._programs: dict[tuple[Sequence[int], Sequence[bool]], Program] = {}
         self._comparing = [link for link in links if type(link).compare is not Link.compare]

@@ -24,6 +24,7 @@ from fp8core.conversion import decoder
 from fp8core.modules.sequences.rotary import apply_rotary_pos_emb
 from fp8core.modules.splice import Splice
 from tests.conversion.hugging_face import SIZES, TOKENS, llama, train
+from tests.device import BACKEND
 
 FAMILIES = {
     "Llama": {},
@@ -310,7 +311,9 @@ def test_compiled_layers_run_as_the_chains_of_eager(family: str, name: str) -> N
         assert all(map(torch.equal, *grads))
     assert counters["stats"]["unique_graphs"] == 1
     chains = [links for links in captured_links[entries:] if isinstance(links, Chain)]
-    assert [len(links) for links in chains if len(links) > 1] == [2, 3]  # norm, siblings; o, +, mlp
+    # Norm, siblings; o, +, mlp. Where runs are recorded, two residual blocks are one chain.
+    expected = [2] if BACKEND == "cuda" else [2, 3]
+    assert [len(links) for links in chains if len(links) > 1] == expected
     torch._dynamo.reset()
 
 
@@ -363,7 +366,8 @@ def test_graphs_of_delayed_scaling_run_as_the_chains_of_eager(is_whole: bool) ->
         for links in captured_links[entries:]
         if isinstance(links, Stateful) and links.after is not None
     ]
-    assert groups[:2] == [[3], [2]]  # q, k and v; gate and up, which no module cast by itself
+    # Of q, k and v, and of gate and up, which no module cast by itself; of one chain on CUDA.
+    assert groups[:2] == ([[3, 2]] * 2 if BACKEND == "cuda" else [[3], [2]])
     torch._dynamo.reset()
 
 

@@ -25,6 +25,7 @@ from fp8core_backends.cuda.gemm import FEW_ROWS, LowPrecisionGemm
 from tests.backends.cuda import test_recorder
 from tests.benchmarks import host_of_model, host_path
 from tests.benchmarks.model_gpu.weights import Shape
+from tests.conversion.test_siblings import WIDTH, attention, rows
 
 pytest.importorskip("transformers")
 _empty = torch._C._dynamo.guards._empty_strided_cpu  # type: ignore[attr-defined]
@@ -166,13 +167,16 @@ def check_compiled_backward() -> None:
 
     with pytest.MonkeyPatch.context() as monkeypatch, recording(monkeypatch):
         monkeypatch.setattr(LowPrecisionGemm, "__call__", noting)
-        layer = fp8core.Linear(64, 96, params_dtype=torch.bfloat16)
-        x = torch.zeros(80, 64, dtype=torch.bfloat16, requires_grad=True)
+        layer = fp8core.Linear(WIDTH, WIDTH)
         with fp8core.autocast(recipe=Float8CurrentScaling()):
-            y = layer(x)
+            alone = layer(rows(0).requires_grad_())
+        model = attention()  # whose linears share the cast of their input
+        for seed in range(5):
+            shared = model(rows(seed).requires_grad_() * 2)
+        calls.clear()
         with compiled_autograd._enable(torch.compile(backend="aot_eager")):
-            y.sum().backward()
-        assert calls == [False] * 3, calls
+            (alone.sum() + shared.sum()).backward()
+        assert calls == [False] * 10, calls
 
 
 def check(kind: str, recipe: str) -> None:
