@@ -54,7 +54,7 @@ def variant_of(desc: OpDesc) -> str | None:
     asks for the call alone.
 
     Variants are optional: a backend denies what it does not have, and the caller composes it. A
-    graph has those of :data:`GRAPH_VARIANTS`.
+    graph has those of ``GRAPH_VARIANTS``.
 
     >>> from fp8core.backend_api import OperandSpec, QuantizeDesc
     >>> spec = OperandSpec("e4m3", (0, 0), 448.0)
