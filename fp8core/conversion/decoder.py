@@ -57,6 +57,7 @@ from fp8core.modules.composition import is_seen
 from fp8core.modules.sequences.rotary import apply_rotary_pos_emb
 from fp8core.modules.splice import Part, Splice
 from fp8core.torch_ops.capture import constant_in_graph
+from fp8core.torch_ops.operators import angles_of
 from fp8core.torch_ops.private import is_capturing, is_cudnn_attention_enabled, is_deterministic
 
 _CHAINS = "_fp8core_splices"
@@ -448,7 +449,7 @@ def _turn_of(
 def _turn_by(cos: torch.Tensor, sin: torch.Tensor) -> Turn:
     """Return the angles of all sequences, one behind the other, and where several begin."""
     batch, length, _ = cos.shape
-    angles = torch.atan2(sin.float(), cos.float()).flatten(0, 1)[:, None, None]
+    angles = angles_of(cos, sin).flatten(0, 1)[:, None, None]
     if batch == 1:
         return angles, "bshd", None
     return angles, "bshd", torch.arange(batch, dtype=torch.int32, device=cos.device) * length

@@ -694,3 +694,20 @@ def drop(x: torch.Tensor, rng: torch.Tensor, index: int, p: float) -> torch.Tens
         result: torch.Tensor = _drop(x, rng, index, p)
         return result
     return _dropped(x, rng, index, p)
+
+
+@define(
+    "(Tensor cos, Tensor sin) -> Tensor",
+    lambda cos, sin: cos.new_empty(cos.shape, dtype=torch.float32),
+)
+def _angles(cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    return torch.atan2(sin.float(), cos.float()).contiguous()
+
+
+def angles_of(cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Return the float32 angles of cosines and sines of one shape, in a graph with torch's bits: a
+    compiler has an arc tangent of its own."""
+    if not is_captured(cos):
+        return torch.atan2(sin.float(), cos.float())
+    result: torch.Tensor = _angles(cos, sin)
+    return result

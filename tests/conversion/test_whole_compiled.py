@@ -135,6 +135,7 @@ def test_a_graph_has_no_operator_of_torch_that_computes_for_a_gradient_but_sums(
     step(other, TOKENS.repeat(4, 1))
     forward, backward = found
     assert forward["aten.add.Tensor"] == 2  # the residual sums
+    assert (forward["fp8core.angles"], forward["aten.atan2"]) == (1, 0)  # torch's bits
     moving = ("aten.add.Tensor", "aten.cat", "aten.clone", "aten.transpose.int")
     assert not sum(backward[name] for name in moving)
 

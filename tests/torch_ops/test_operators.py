@@ -344,6 +344,7 @@ CASES: dict[str, Callable[[], tuple[Any, ...]]] = {
     "adam": lambda: case(AdamDesc(BF16, BF16, master="remainder")),
     "drop": lambda: (OPS.drop, rand(8, 4), torch.tensor([3, 4]), 1, 0.5),
     "draw_seed": lambda: (OPS.draw_seed, 0),
+    "angles": lambda: (OPS.angles, torch.rand(1, 5, 6, dtype=BF16), rand(1, 5, 6)),
 }
 
 
@@ -363,7 +364,7 @@ def test_every_operation_has_an_operator() -> None:
 def test_schemas_are_those_of_saved_programs() -> None:
     """A program holds calls of operators: another schema, and it loads no more."""
     names = {record.name for record in RECORDS.values()}
-    names |= {"drop", "draw_seed", "refuse", "gemm_out", "grouped_gemm_out"}
+    names |= {"angles", "drop", "draw_seed", "refuse", "gemm_out", "grouped_gemm_out"}
     schemas = [f"{getattr(OPS, name).default._schema}\n" for name in sorted(names)]
     assert Path(__file__).with_name("schemas.txt").read_text(encoding="utf-8") == "".join(schemas)
 
