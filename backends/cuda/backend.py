@@ -154,12 +154,13 @@ class CudaBackend:
     def recorder(self, desc: OpDesc, device: torch.device) -> Recorder | None:
         """Return what records calls of the native library, and torch's products in high precision.
 
-        Of operations in groups there is none: they read sizes.
+        Of operations in groups there is none: they read sizes. A product in high precision has one
+        where the library is loaded: it takes none itself, so none is built for it.
         """
         rows = desc.quantize if isinstance(desc, AmaxDesc) else desc
         operation = OPERATIONS.get(type(desc))
         is_recorded = operation is not None and operation.is_recorded
-        is_recorded |= type(desc) is GemmDesc
+        is_recorded |= type(desc) is GemmDesc and (desc.low_precision or native.is_loaded())
         if not is_recorded or getattr(rows, "grouped", False) or native.missing(device) is not None:
             return None
         return recorder(index_of(device), native.load())

@@ -65,6 +65,11 @@ def load() -> Any:
     return library
 
 
+def is_loaded() -> bool:
+    """Return whether :func:`load` has returned, or raised, in this process."""
+    return bool(_loaded)
+
+
 _lock = threading.Lock()
 _loaded: list[Any] = []
 

@@ -110,6 +110,7 @@ def without_a_device(stack: ExitStack) -> None:
     replaced: tuple[tuple[Any, str, Any], ...] = (
         (native, "missing", lambda device: None),
         (native, "load", Library),
+        (native, "is_loaded", lambda: True),
         (torch.cuda, "current_device", lambda: 0),
         (torch.cuda, "is_current_stream_capturing", lambda: False),
         (torch.cuda, "get_device_capability", lambda device=None: (9, 0)),

@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from fp8core_backends.cuda import memory, recorder
+from fp8core.backend_api import GemmDesc
+from fp8core_backends.cuda import memory, native, recorder
+from fp8core_backends.cuda.backend import CudaBackend
 from fp8core_backends.cuda.layout import scales
 
 SIZE, STRIDE = (4, 8), (8, 1)
@@ -477,3 +479,13 @@ def test_a_copy_that_is_read_is_made_by_itself(library: Library) -> None:
 
     made = steps(library, run, (), (), numbers)
     assert [step[:2] for step in made[:3]] == [("call", torch.clone)] * 2 + [("launch", 2)]
+
+
+def test_no_library_is_built_to_record_a_product_in_high_precision(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(native, "_loaded", [])
+    monkeypatch.setattr(native, "missing", lambda device: None)
+    desc = GemmDesc(None, None, torch.bfloat16)
+    assert CudaBackend().recorder(desc, torch.device("cuda", 0)) is None
+    assert not native.is_loaded()
