@@ -16,6 +16,7 @@ from fp8core.conversion.layers import RECORD, Conversion, Record, adopt, derived
 from fp8core.errors import UnsupportedError
 from fp8core.modules.layers.grouped_linear import KINDS, GroupedLinear, stays_on_device
 from fp8core.modules.models.inventory import Experts, ExpertWeight, experts_of
+from fp8core.modules.state.delayed import quantized_apart
 from fp8core.reporting import log_once
 from fp8core.tensors.parameter import quantized_model_init
 from fp8core.tensors.quantized_tensor import QuantizedTensor
@@ -42,8 +43,7 @@ class _Slices:
         last = self._last
         if last is None or not _has_memory_of(stacked, last[0]):
             with torch.inference_mode(False):
-                whole = stacked.detach()  # a view would keep the parameter
-                assert isinstance(whole, QuantizedTensor)
+                whole: Any = stacked.detach()  # a view would keep the parameter
                 last = self._last = (whole, list(whole.unbind(0)))
         return last[1]
 
@@ -54,16 +54,15 @@ class _Slices:
 def _has_memory_of(tensor: QuantizedTensor, former: QuantizedTensor) -> bool:
     """Say whether ``tensor`` has the memory that ``former`` was made of, and is stored alike."""
     parts, before = tensor.tensors(), former.tensors()
-    has_plan = tensor.plan == former.plan and len(parts) == len(before)
-    return has_plan and all(map(operator.is_, parts, before))
+    is_equal = (tensor.plan, tensor.dtype) == (former.plan, former.dtype)
+    return is_equal and len(parts) == len(before) and all(map(operator.is_, parts, before))
 
 
 class ExpertsLinear(GroupedLinear):
     """A linear of all experts, whose weights are slices of a parameter of its owner."""
 
     def __init__(self, owner: torch.nn.Module, experts: Experts, weight: ExpertWeight) -> None:
-        parameter = owner._parameters[weight.weight]
-        assert parameter is not None
+        parameter: Any = owner._parameters[weight.weight]
         with quantized_model_init(enabled=False):
             super().__init__(
                 experts.num_experts,
@@ -77,6 +76,7 @@ class ExpertsLinear(GroupedLinear):
         self.single = KINDS  # slices of the owner's parameters
         self.groups_per_token = experts.experts_per_token
         self.is_transposed = experts.is_transposed
+        self.stacked_name = weight.weight  # the owner's name of all weights
         self._names = {"weight": weight.weight, "bias": weight.bias}
         self._slices = _Slices()
         # In a tuple, as torch would register the owner as a child, and a module has no circles.
@@ -87,27 +87,15 @@ class ExpertsLinear(GroupedLinear):
         """The experts, whose parameter holds the weights."""
         return self._owner[0]
 
-    @property
-    def stacked_name(self) -> str:
-        """The name of that parameter."""
-        name = self._names["weight"]
-        assert name is not None
-        return name
-
     def _stacked(self, kind: str) -> torch.Tensor | None:
         """Return the owner's tensor of all weights, or of all biases."""
         name = self._names[kind]
-        if name is None:
-            return None
-        stacked: torch.Tensor = getattr(self._owner[0], name)
-        return stacked
+        return None if name is None else getattr(self._owner[0], name)
 
     def parameters(self, recurse: bool = True) -> Iterator[torch.nn.Parameter]:
         """Yield the owner's parameters that it computes with; its state_dict has none of them."""
-        for kind in self._names:
-            parameter: Any = self._stacked(kind)
-            if parameter is not None:
-                yield parameter
+        parameters: Any = map(self._stacked, self._names)
+        yield from [each for each in parameters if each is not None]
 
     def dtype_of(self, name: str) -> torch.dtype:
         """Return the dtype of all weights, or of all biases."""
@@ -124,12 +112,6 @@ class ExpertsLinear(GroupedLinear):
         elif isinstance(stacked, QuantizedTensor) and not stacked.requires_grad:
             return self._slices.of(stacked)
         return list(stacked.unbind(0))
-
-    def _apply(self, fn: Any, recurse: bool = True) -> ExpertsLinear:
-        """Forget the memory that the owner's parameters leave."""
-        self._slices = _Slices()
-        super()._apply(fn, recurse)
-        return self
 
     def _fill_parameters(self) -> None:
         """Leave the owner's parameters as they are."""
@@ -170,6 +152,14 @@ class ConvertedExperts(torch.nn.Module):
         rows = rows * top_k_weights.reshape(-1)[order].unsqueeze(-1)
         by_token = rows[order.argsort()].view(-1, per_token, rows.shape[-1])
         return by_token.sum(1).to(hidden_states.dtype)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> ConvertedExperts:
+        """Move stored weights as they are, and forget the parts of the memory that they leave."""
+        for linear in self._linears():
+            linear._slices = _Slices()
+        with quantized_apart(self._parameters, fn):
+            super()._apply(fn, recurse)  # type: ignore[no-untyped-call]  # torch leaves it untyped
+        return self
 
     def _linears(self) -> list[ExpertsLinear]:
         return [child for child in self.children() if isinstance(child, ExpertsLinear)]

@@ -345,6 +345,18 @@ def test_experts_see_what_becomes_of_stored_weights() -> None:
     assert logits(model).isfinite().all()
 
 
+def test_stored_experts_take_another_dtype_as_stored_linears_do() -> None:
+    """Their codes stay: ``to`` changes the dtype in which they are decoded alone."""
+    model = mixture("mixtral")
+    fp8core.quantize_(model, "rowwise")
+    before, stored = logits(model), model.model.layers[0].mlp.experts.down_proj
+    codes = [part.clone() for part in stored.tensors()]
+    assert logits(model.float()).dtype == stored.dtype == torch.float32
+    assert torch.equal(logits(model.bfloat16()), before)
+    assert model.model.layers[0].mlp.experts.down_proj is stored
+    assert all(map(torch.equal, stored.tensors(), codes))
+
+
 def test_weights_that_are_no_parameters_stay_and_are_named() -> None:
     model = sequential()
     fp8core.convert(model, "rowwise")

@@ -313,18 +313,13 @@ class DelayedModule(torch.nn.Module):
         # .to(), .bfloat16(), .cuda() come through here: the state moves, its dtype stays.
         self.unbind()
         state = {name: self._buffers.pop(name) for name in BUFFERS if name in self._buffers}
-        parameters: dict[str, torch.Tensor | None] = dict(self._parameters)
-        quantized = {n: p for n, p in parameters.items() if isinstance(p, QuantizedTensor)}
-        self._parameters.update(dict.fromkeys(quantized))
         try:
-            super()._apply(fn, recurse)  # type: ignore[no-untyped-call]  # torch leaves it untyped
-            weights = {name: _apply_quantized(weight, fn) for name, weight in quantized.items()}
+            with quantized_apart(self._parameters, fn):
+                super()._apply(fn, recurse)  # type: ignore[no-untyped-call]  # torch leaves it untyped
             moved = {name: self._moved(old, fn) for name, old in state.items()}
         except BaseException:
             self._buffers.update(state)
-            self._parameters.update(quantized)  # type: ignore[arg-type]  # they were Parameters
             raise
-        self._parameters.update(weights)
         self._buffers.update(moved)
         if any(old is not None and old.is_meta for old in state.values()):
             self.reset_delayed_state()
@@ -471,22 +466,35 @@ class DelayedModule(torch.nn.Module):
         return torch.get_default_device() if parameter is None else parameter.device
 
 
-def _apply_quantized(weight: QuantizedTensor, fn: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """Return ``weight``, moved by ``fn``; a change of dtype changes its nominal dtype alone."""
+@contextlib.contextmanager
+def quantized_apart(parameters: dict[str, Any], fn: Callable[..., torch.Tensor]) -> Iterator[None]:
+    """Take those that are quantized out of a module's ``parameters``, which torch's ``_apply``
+    would decode, for the block; then move them by ``fn``."""
+    quantized = {n: p for n, p in parameters.items() if isinstance(p, QuantizedTensor)}
+    parameters.update(dict.fromkeys(quantized))
+    try:
+        yield
+        for weight in quantized.values():
+            _apply_quantized(weight, fn)
+    finally:
+        parameters.update(quantized)
+
+
+def _apply_quantized(weight: QuantizedTensor, fn: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """Move ``weight`` by ``fn``; a change of dtype changes its nominal dtype alone."""
     with torch.no_grad():
         result = fn(weight)
         if not isinstance(result, QuantizedTensor):
             is_same = (result.dtype, result.device) == (weight.dtype, weight.device)
             result = weight if is_same else weight.with_dtype(result.dtype).to(result.device)
         if result is weight:
-            return weight
+            return
         grad = None if weight.grad is None else fn(weight.grad)
         weight.grad = None
         # As torch.nn.Module does for subclasses: every reference to the parameter sees it moved.
         moved = torch.nn.Parameter(result, weight.requires_grad)
         torch.utils.swap_tensors(weight, moved)  # type: ignore[no-untyped-call]  # torch's
         weight.grad = grad
-    return weight
 
 
 def _layers_below(
