@@ -374,10 +374,7 @@ class ConvertedConv1D(Converted, Linear):
     Each forward copies the weight in the other order, as GEMMs read it.
     """
 
-    @property
-    def can_be_spread(self) -> bool:
-        """No: the dimensions of its weight are those of a linear's in the other order."""
-        return False
+    can_be_spread = False  # the dimensions of its weight are in the other order
 
     def weight_names(self) -> list[tuple[str, ...]]:
         """Return nothing: the parameter is the transposed weight, whose codes are others."""

@@ -357,6 +357,23 @@ def test_stored_experts_take_another_dtype_as_stored_linears_do() -> None:
     assert all(map(torch.equal, stored.tensors(), codes))
 
 
+@pytest.mark.parametrize("convert", [fp8core.quantize_, fp8core.convert])
+def test_a_layer_adds_the_bias_that_it_has_by_now(convert: Callable[..., Any]) -> None:
+    x, bias = torch.randn(4, 128, dtype=torch.bfloat16), torch.ones(256, dtype=torch.bfloat16)
+    for kinds in ((None, bias), (bias, None), (bias, None, 2 * bias)):
+        model = sequential()[0]
+        model.bias = None if kinds[0] is None else nn.Parameter(kinds[0].clone())
+        convert(model, "rowwise")
+        for kind in kinds:
+            model.bias = None if kind is None else nn.Parameter(kind.clone(), requires_grad=False)
+            fresh = sequential()[0]
+            fresh.bias = model.bias
+            convert(fresh, "rowwise")
+            with torch.no_grad():
+                for _ in range(3):
+                    assert torch.equal(model(x), fresh(x))
+
+
 def test_weights_that_are_no_parameters_stay_and_are_named() -> None:
     model = sequential()
     fp8core.convert(model, "rowwise")

@@ -77,6 +77,9 @@ class Linear(ParallelModule):
     """
 
     kind = "linear"
+    shape_fields = (*ParallelModule.shape_fields, "use_bias")  # type: ignore[assignment]  # one more
+    # Whether its parameters may be split over ranks after it was made.
+    can_be_spread = True
 
     def __init__(
         self,
@@ -145,6 +148,13 @@ class Linear(ParallelModule):
             )
 
     @override
+    def register_parameter(self, name: str, param: torch.nn.Parameter | None) -> None:
+        """Set a parameter; with a bias of None, or another, the layer adds none, or that."""
+        super().register_parameter(name, param)
+        if name in self._linears()[0].biases:
+            self.use_bias = param is not None
+
+    @override
     def _linears(self) -> tuple[LinearParameters]:
         prefixes, rows = zip(*self._parts, strict=True)
         return (
@@ -163,11 +173,6 @@ class Linear(ParallelModule):
     def parts(self) -> list[tuple[str, int]]:
         """The prefix of the parameters and the output features of each part of the weight."""
         return self._parts
-
-    @property
-    def can_be_spread(self) -> bool:
-        """Whether its parameters may be split over ranks after it was made."""
-        return True
 
     def set_share(
         self,
