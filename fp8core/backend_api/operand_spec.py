@@ -255,6 +255,10 @@ class OperandSpec:
             object.__setattr__(self, field.name, value)  # frozen
         self.__post_init__()
 
+    def __deepcopy__(self, memo: object) -> OperandSpec:
+        """Return itself, which nothing changes."""
+        return self
+
     @property
     def later_fields(self) -> tuple[str, ...]:
         """The fields that the contract has since 3.3 and that differ from their defaults. A backend

@@ -60,6 +60,12 @@ from fp8core.torch_ops.private import (
     IS_PARAMETER,
 )
 
+_INNER = (*PARTS, "_value")
+"""The names of the plain tensors within a tensor."""
+
+_FLAT = "_flat"
+"""Under which a tensor keeps what torch asks it twice in each call of a graph."""
+
 
 class QuantizedTensor(OperandTensor, QuantizedTensorStorage):
     """A tensor ``[..., k]`` stored as the operands of a GEMM; its dtype is nominal.
@@ -406,10 +412,18 @@ class QuantizedTensor(OperandTensor, QuantizedTensorStorage):
             self.copy_(value.detach())
 
     def __tensor_flatten__(self) -> tuple[list[str], tuple[Any, ...]]:
-        names = [name for name in (*PARTS, "_value") if getattr(self, name) is not None]
-        has_slot = self._casting.slot is not None or self._lacks_slot
-        state = (self._shares_scales, has_slot, self._casting.columns_of)
-        return names, (self.plan, self.dtype, *state)
+        stored = vars(self)
+        if _FLAT not in stored:
+            casting = self._casting
+            names = [name for name in _INNER if stored[name] is not None]
+            state = self._shares_scales, casting.slot is not None or self._lacks_slot
+            stored[_FLAT] = names, (self.plan, self.dtype, *state, casting.columns_of)
+        flat: tuple[list[str], tuple[Any, ...]] = stored[_FLAT]
+        return flat
+
+    def __setattr__(self, name: str, value: object) -> None:
+        vars(self).pop(_FLAT, None)
+        super().__setattr__(name, value)
 
     @staticmethod
     def __tensor_unflatten__(
