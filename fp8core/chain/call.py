@@ -96,7 +96,9 @@ class Call(NamedTuple):
     gradient of the input, and which it returns. ``routes`` says where rows go whose experts are on
     several ranks.
     ``buffers`` are those of the layer's delayed state, in a graph that torch captures;
-    ``phase`` is that of the step, as of :func:`fp8core.context.scopes.phase_in_graph`.
+    ``phase`` is that of the step, as of :func:`fp8core.context.scopes.phase_in_graph`. ``stored``
+    says of each parameter of a graph how it is taken apart, as of
+    :func:`fp8core.chain.unwrap.stored_in_graph`; none is where there are none.
     """
 
     groups: Groups = ()
@@ -114,6 +116,7 @@ class Call(NamedTuple):
     routes: Routes | None = None
     buffers: Sequence[torch.Tensor] = ()
     phase: str = "forward"
+    stored: Sequence[tuple[int, tuple[str, ...]]] = ()
 
     @property
     def has_device_groups(self) -> bool:

@@ -28,6 +28,7 @@ from fp8core.chain.unwrap import (
     as_readable,
     has_no_plain_form,
     is_strided,
+    put_together,
     unwrap,
 )
 from fp8core.context.scopes import warn_of_layer
@@ -44,9 +45,13 @@ Links: TypeAlias = "tuple[Link, ...] | int"
 """The links of a chain, or, while torch compiles or exports, their number from :func:`capture`."""
 
 _Brought: TypeAlias = (
-    "tuple[list[torch.Tensor], list[int], list[torch.Tensor | None], list[int], _State]"
+    "tuple[list[torch.Tensor], list[int], list[torch.Tensor | None], list[int], _State, list[int]]"
 )
-"""A call's groups, splits, tensors, sizes and state, as torch.compile hands them over."""
+"""A call's groups, splits, tensors, sizes, state, and the numbers of how its parameters are stored,
+as torch.compile hands them over."""
+
+_Parts: TypeAlias = "list[list[torch.Tensor]]"
+"""The plain tensors of each parameter that a graph takes apart, or the parameter."""
 
 _State: TypeAlias = "tuple[list[torch.Tensor], str]"
 
@@ -86,15 +91,13 @@ def capture(links: tuple[Link, ...] | Refusal | Stateful) -> int:
         return len(_captured) - 1
 
 
-def _run_captured(
-    number: int, x: torch.Tensor, params: list[torch.Tensor], brought: _Brought
-) -> torch.Tensor:
+def _run_captured(number: int, x: torch.Tensor, params: _Parts, brought: _Brought) -> torch.Tensor:
     y: torch.Tensor = _run_number(number, x, params, brought, apply_node)
     return y
 
 
 def _run_captured_returning(
-    number: int, x: torch.Tensor, params: list[torch.Tensor], brought: _Brought
+    number: int, x: torch.Tensor, params: _Parts, brought: _Brought
 ) -> tuple[torch.Tensor, torch.Tensor]:
     return _with_input(_run_number(number, x, params, brought, apply_returning), x)
 
@@ -102,20 +105,21 @@ def _run_captured_returning(
 def _run_number(
     number: int,
     x: torch.Tensor,
-    params: list[torch.Tensor],
+    params: _Parts,
     brought: _Brought,
     apply: Callable[..., Any],
 ) -> Any:
     links = _captured[number]
     if isinstance(links, Refusal):
         return operators.refuse(x, links.columns(x.shape[-1]), links.error)
-    groups, splits, tensors, sizes, state = brought
+    groups, splits, tensors, sizes, state, stored = brought
     after = None
     if isinstance(links, Stateful):
         after, links = links.after, links.bind(*state)
     rng = operators.draw_seed() if any(link.needs_rng for link in links) else None
     call = Call(tuple(groups), tuple(splits), rng, tensors=tuple(tensors), sizes=tuple(sizes))
-    result = _run(links, x, params, call, apply)
+    whole = [*map(put_together, stored, params)] if stored else [param for (param,) in params]
+    result = _run(links, x, whole, call, apply)
     if after is not None:
         after(result, state[0])
     return result
@@ -123,7 +127,15 @@ def _run_number(
 
 def _brought(call: Call) -> _Brought:
     tensors, state = list(call.tensors), (list(call.buffers), call.phase)
-    return list(call.groups), list(call.splits), tensors, list(call.sizes), state
+    numbers = [number for number, _ in call.stored]
+    return list(call.groups), list(call.splits), tensors, list(call.sizes), state, numbers
+
+
+def _parts_of(params: Sequence[torch.Tensor], call: Call) -> _Parts:
+    if not call.stored:
+        return [[param] for param in params]
+    pairs = zip(params, call.stored, strict=True)
+    return [[getattr(p, n) for n in names] if names else [p] for p, (_, names) in pairs]
 
 
 def run(
@@ -135,7 +147,7 @@ def run(
     switched off around the backends, whose arithmetic its casts would change.
     """
     if isinstance(links, int):
-        return _run_captured(links, x, list(params), _brought(call))
+        return _run_captured(links, x, _parts_of(params, call), _brought(call))
     y: torch.Tensor = _run(links, x, params, call, apply_node)
     return y
 
@@ -151,7 +163,7 @@ def run_returning_input(
     if type(x) not in PLAIN or not x.requires_grad or not torch.is_grad_enabled():
         return run(links, x, params, call), x
     if isinstance(links, int):
-        return _run_captured_returning(links, x, list(params), _brought(call))
+        return _run_captured_returning(links, x, _parts_of(params, call), _brought(call))
     return _with_input(_run(links, x, params, call, apply_returning), x)
 
 

@@ -93,6 +93,31 @@ def address_of(x: torch.Tensor) -> int:
     return address
 
 
+_stored: list[tuple[tuple[str, ...], Any, torch.Size]] = []
+
+
+def stored_in_graph(param: torch.Tensor | None) -> tuple[int, tuple[str, ...]]:
+    """Return a number for how ``param`` is stored, and the names of the plain tensors in it, which
+    a graph takes instead: it would take a subclass apart in each call. -1 and nothing of any other
+    parameter than a quantized one without a gradient."""
+    if type(param) is not QuantizedTensor or param.requires_grad:
+        return -1, ()
+    names, context = param.__tensor_flatten__()
+    kind = (*names,), context, param.shape
+    if kind not in _stored:
+        _stored.append(kind)
+    return _stored.index(kind), kind[0]
+
+
+def put_together(number: int, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return the parameter of ``parts`` that :func:`stored_in_graph` has this ``number`` for."""
+    if number < 0:
+        return parts[0]
+    names, context, shape = _stored[number]
+    inner = dict(zip(names, parts, strict=True))
+    return QuantizedTensor.__tensor_unflatten__(inner, context, shape, None)
+
+
 def is_strided(x: torch.Tensor) -> bool:
     """Say whether ``x`` is laid out in memory by strides: not sparse, nor as oneDNN does it."""
     return x.layout is torch.strided

@@ -28,12 +28,12 @@ from fp8core.chain.protocol import Link
 from fp8core.chain.residual import ResidualLink
 from fp8core.chain.series import Chain
 from fp8core.chain.shape import BindContext, LinkShape, Neighbour, bind_chain
-from fp8core.chain.unwrap import PLAIN, WEIGHTS
+from fp8core.chain.unwrap import PLAIN, WEIGHTS, stored_in_graph
 from fp8core.context.autocast import active
 from fp8core.dispatch import policy, table
 from fp8core.dispatch.table import TrackingResolver
 from fp8core.modules.calls.base import LowPrecisionModule
-from fp8core.modules.calls.bind import bind
+from fp8core.modules.calls.bind import GraphKey, bind, bind_in_graph, graph_key
 from fp8core.modules.calls.bound import Bound, captured_bound
 from fp8core.modules.composition import is_seen
 from fp8core.modules.memo import Memo, memo_of, replay
@@ -43,7 +43,7 @@ from fp8core.recipe.plan import HIGH_PRECISION
 from fp8core.tensors.delayed_state import STATE_BUFFERS, begin_all
 from fp8core.tensors.quantizer_binding import Binding
 from fp8core.torch_ops.capture import constant_in_graph
-from fp8core.torch_ops.private import copy_all, is_traced
+from fp8core.torch_ops.private import copy_all, is_exporting, is_traced
 
 Part: TypeAlias = "LowPrecisionModule | tuple[LowPrecisionModule, ...] | LinkShape | list[Any]"
 """A layer of one link, siblings, a link without a layer, or the parts of a branch that is added to
@@ -66,16 +66,19 @@ class Splice:
     def __init__(self, parts: Sequence[Part], blocks: Sequence[torch.nn.Module]) -> None:
         self.parts, self.blocks = parts, blocks
         self._inside = [dict(block._modules) for block in blocks]
-        self._names = [*_names_of(parts)]
-        layers = {layer: None for layer, _ in self._names if layer is not None}
+        named = [*_names_of(parts)]
+        layers = {layer: None for layer, _ in named if layer is not None}
         self.layers: list[LowPrecisionModule] = [*layers]
+        places = {layer: at for at, layer in enumerate(self.layers)}
+        # Of each parameter: the number of its layer and its name.
+        self._names = tuple((places.get(layer), name) for layer, name in named)  # type: ignore[arg-type]  # a shape's have none
         self._forget()
 
     def _forget(self) -> None:
         """Begin without chains, and without a call to replay."""
         self._kinds = self._kinds_now()
         self.attention = _attention_in(self.parts)
-        self.text = repr(_shown(self.parts))
+        self.text = repr((_shown(self.parts), self.places("")))
         self._memo: Memo | None = None
         self._followers: _Followers = ([], [])
         # By the addresses of what the layers are bound to, which is held beside the chain.
@@ -103,7 +106,7 @@ class Splice:
         if memo is None and self._kinds_now() != self._kinds:
             return None
         try:
-            params = self._params(brought)
+            params = _params(self.layers, self._names, brought)
         except KeyError:  # a view of a flat parameter, for one
             return None
         if memo is not None:  # which compares classes too
@@ -127,19 +130,6 @@ class Splice:
         attention = self.attention
         return attention is not None and records(attention.attention.desc(x.dtype), x.device)
 
-    def _params(self, brought: Sequence[torch.Tensor]) -> list[Any]:
-        """Return the parameters of the chain; each layer that computes its own does so once."""
-        params: list[Any] = []
-        rest = iter(brought)
-        for layer, name in self._names:
-            if layer is None:
-                params.append(next(rest))
-            elif name is None:
-                params += layer.link_params()
-            else:
-                params.append(layer._parameters[name])
-        return params
-
     def _run_in_graph(
         self, x: torch.Tensor, brought: Sequence[torch.Tensor]
     ) -> torch.Tensor | None:
@@ -151,24 +141,49 @@ class Splice:
             return None
         if torch.is_autocast_enabled(x.device.type):
             return None
-        for block, inside in zip(self.blocks, self._inside, strict=True):  # guards the modules
+        blocks, places, names, fields = self.blocks, *self.places(self.text)
+        for block, inside in zip(blocks, self._inside, strict=True):  # guards the modules
             if any([block._modules[name] is not module for name, module in inside.items()]):
                 return None
-        params = self._params(brought)
+        layers: list[Any] = [blocks[at]._modules[name] for at, name in places]
+        params = _params(layers, names, brought)
         unlike = [] if attention is None else brought  # angles
         if any([p.dtype != x.dtype and all([p is not a for a in unlike]) for p in params]):
             return None
-        bounds = [bind(layer, x.device, x.dtype) for layer in self.layers]
-        pairs = zip(self.layers, bounds, strict=True)
-        stateful = [layer for layer, bound in pairs if bound.number is not None]
-        numbers: Any = tuple([bound.parts[0] for bound in bounds])
-        number = self.captured(self.text, x.device, x.dtype, numbers, backends)
-        return None if number < 0 else run_in_graph(stateful, number, x, params, DENSE)
+        keys: Any = tuple([graph_key(layers[at], names) for at, names in enumerate(fields)])
+        place = (x.device, x.dtype, 0, torch.is_grad_enabled())
+        numbers = self.captured(self.text, keys, backends, place)
+        if not numbers:
+            return None
+        stateful = [layers[at] for at in numbers[1:]]
+        call = DENSE._replace(stored=self.stored_in_graph())
+        output: torch.Tensor = run_in_graph(stateful, numbers[0], x, params, call)
+        return output
 
     def is_whole_in_graph(self) -> bool:
         """Return whether nobody has to see a call of one of the layers, while torch traces."""
-        names = [name in layer._parameters for layer, name in self._names if name is not None]  # type: ignore[union-attr]  # a shape's have no name
-        return all(names) and self._kinds_now() == self._kinds and not self._is_seen()
+        named = [(self.layers[at], name) for at, name in self._names if name is not None]  # type: ignore[index]  # a shape's have no name
+        return (
+            all(name in layer._parameters for layer, name in named)
+            and self._kinds_now() == self._kinds
+            and not self._is_seen()
+        )
+
+    def places(self, text: str) -> tuple[tuple[Any, ...], ...]:
+        """Return where the layers lie, by the numbers of blocks and names in them, the names of
+        their parameters, and those of what may be set of their shapes; constant in a graph, which
+        is guarded by ``text``."""
+        inside = enumerate(self._inside)
+        places = {module: (at, name) for at, names in inside for name, module in names.items()}
+        fields = tuple(layer.shape_fields for layer in self.layers)
+        return tuple(map(places.__getitem__, self.layers)), self._names, fields
+
+    def stored_in_graph(self) -> tuple[tuple[int, tuple[str, ...]], ...]:
+        """Return how a graph takes the parameters apart, which guard it."""
+        if is_exporting() or any(at is not None and name is None for at, name in self._names):
+            return ()  # a program has the parameters themselves; a layer computes its own
+        params = [None if at is None else self.layers[at]._parameters[n] for at, n in self._names]  # type: ignore[index]  # it has a name
+        return tuple(map(stored_in_graph, params))
 
     def may_attend_in_graph(
         self, device: torch.device, dtype: torch.dtype, backends: policy.Values
@@ -184,37 +199,41 @@ class Splice:
     def captured(
         self,
         text: str,
-        device: torch.device,
-        dtype: torch.dtype,
-        numbers: tuple[int, ...],
+        keys: Sequence[GraphKey],
         backends: policy.Values,
-    ) -> int:
-        """Return the number of the chain in a graph, of layers with these ``numbers``; -1 if one of
-        them has to run by itself. The graph is guarded by the arguments, by ``text`` for the parts.
-        """
-        bounds = [captured_bound(number) for number in numbers]
+        place: tuple[torch.device, torch.dtype, int, bool],
+    ) -> tuple[int, ...]:
+        """Return the number of the chain in a graph, then those of the layers with delayed states;
+        nothing if one of the layers has to run by itself. The graph is guarded by the arguments, by
+        ``text`` for the parts, and by the parameters."""
+        device, dtype, *_ = place
+        bounds = [
+            bind_in_graph(layer, key, layer.link_shapes(), backends, place)
+            for layer, key in zip(self.layers, keys, strict=True)
+        ]
+        numbers: Any = [bound.parts[0] for bound in bounds]
         linears = [link for bound in bounds for link in bound.linears]
         is_low = all(type(link) is LinearLink and link.only_once is not None for link in linears)
         has_all = all([bound.links for bound in bounds])
         if not (is_low and has_all) or any([link.needs_rng for link in linears]):
-            return -1
+            return ()
         stateful = [at for at, bound in enumerate(bounds) if bound.number is not None]
         unread = [None] * (len(stateful) * len(STATE_BUFFERS))
-        bound = _bound_in_graph(numbers, unread, "forward")
-        links = self.links_in_graph(bound, device, dtype, backends)
+        bounds = _bound_in_graph(numbers, unread, "forward")
+        links = self.links_in_graph(bounds, device, dtype, backends)
         if links is None or not stateful:
-            return -1 if links is None else chain.capture(Chain(links))
-        places = {self.layers[at]: place for place, at in enumerate(stateful)}
+            return () if links is None else (chain.capture(Chain(links)),)
+        order = {self.layers[at]: number for number, at in enumerate(stateful)}
         groups: list[Followers] = []
-        by_layer = dict(zip(self.layers, bound, strict=True))
+        by_layer = dict(zip(self.layers, bounds, strict=True))
         for layers in _siblings(self.parts):
             states = by_layer[layers[0]].states
             if states is not None and states.records_forward:
                 entry = states.slot("input").entries.start  # type: ignore[attr-defined]  # of a graph
-                groups.append(([places[layer] for layer in layers], entry))
-        place = (device, dtype, backends)
-        again = partial(_links_again, weakref.ref(self), numbers, place)
-        return chain.capture(chain.Stateful(again, partial(follow_amax, groups=groups)))
+                groups.append(([order[layer] for layer in layers], entry))
+        again = partial(_links_again, weakref.ref(self), numbers, (device, dtype, backends))
+        after = partial(follow_amax, groups=groups)
+        return chain.capture(chain.Stateful(again, after)), *stateful
 
     def links_in_graph(
         self,
@@ -234,6 +253,8 @@ class Splice:
             return _links(self.parts, by_layer, context)
 
     constant_in_graph(is_whole_in_graph)
+    constant_in_graph(places)
+    constant_in_graph(stored_in_graph)
     constant_in_graph(may_attend_in_graph)
     constant_in_graph(captured)
 
@@ -319,6 +340,25 @@ class Splice:
 
 _Followers: TypeAlias = "tuple[list[torch.Tensor], list[torch.Tensor]]"
 """Amaxes of casts, and those of tensors that were cast by these casts for other layers."""
+
+
+def _params(
+    layers: Sequence[LowPrecisionModule],
+    names: Sequence[tuple[int | None, str | None]],
+    brought: Sequence[torch.Tensor],
+) -> list[Any]:
+    """Return the parameters of a chain of ``layers``; each layer that computes its own does so
+    once, and those of no layer are ``brought``."""
+    params: list[Any] = []
+    rest = iter(brought)
+    for at, name in names:
+        if at is None:
+            params.append(next(rest))
+        elif name is None:
+            params += layers[at].link_params()
+        else:
+            params.append(layers[at]._parameters[name])
+    return params
 
 
 def _names_of(parts: Sequence[Part]) -> Iterator[tuple[LowPrecisionModule | None, str | None]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -185,3 +185,86 @@ def test_an_evaluation_of_a_compiled_layer_attends_in_its_chain() -> None:
         CALLS.clear()
         assert torch.equal(other.eval()(TOKENS).logits, expected)
     assert CALLS["attention"] == 2
+
+
+def stored_models(recipe: str, backend: Any = "aot_eager") -> tuple[Any, Any]:
+    """A model with stored weights, and a copy of it that is compiled."""
+    model = model_of("Llama", BF16).eval()
+    model.config.use_cache = False
+    fp8core.quantize_(model, recipe)
+    other = copy.deepcopy(model)
+    for layer in other.model.layers:
+        layer.compile(backend=backend, fullgraph=True, dynamic=False)
+    return model, other
+
+
+@torch.no_grad()
+def logits_of(model: Any) -> torch.Tensor:
+    result: torch.Tensor = model(TOKENS).logits
+    return result
+
+
+@pytest.mark.parametrize("recipe", ["current", "rowwise", "block"])
+def test_a_graph_takes_the_plain_tensors_of_stored_weights(recipe: str) -> None:
+    """torch takes a subclass apart in each call of a graph."""
+    taken: list[Any] = []
+
+    def noting(graph: Any, inputs: Any) -> Any:
+        taken.extend(inputs)
+        return graph
+
+    model, other = stored_models(recipe, noting)
+    assert torch.equal(logits_of(model), logits_of(other))
+    assert any(each.dtype == torch.uint8 for each in taken)
+    assert not any(isinstance(each, fp8core.QuantizedTensor) for each in taken)
+    assert counters["stats"]["unique_graphs"] == 1  # one for both layers
+
+
+def _set(path: str, value: Any) -> Callable[[Any], None]:
+    """Return what sets an attribute of a model's first layer."""
+    owner, _, name = path.rpartition(".")
+
+    def change(model: Any) -> None:
+        setattr(model.model.layers[0].get_submodule(owner), name, value)
+
+    return change
+
+
+def _other_weight(model: Any, kind: Callable[[Any], Any]) -> None:
+    mlp = model.model.layers[0].mlp
+    mlp.up_proj.weight = torch.nn.Parameter(kind(mlp.gate_proj.weight), requires_grad=False)
+
+
+def _written(model: Any) -> None:
+    mlp = model.model.layers[0].mlp
+    with torch.no_grad():
+        mlp.up_proj.weight.copy_(mlp.gate_proj.weight.dequantize() * 2)
+
+
+CHANGES: dict[str, Callable[[Any], None]] = {
+    "eps": _set("input_layernorm.variance_epsilon", 0.5),
+    "the factor of a norm": _set("post_attention_layernorm.zero_centered_gamma", True),
+    "an activation": _set("mlp.act_fn", torch.nn.Tanh()),
+    "another stored weight": lambda model: _other_weight(model, torch.clone),
+    "a weight in high precision": lambda model: _other_weight(model, lambda w: w.dequantize()),
+    "values": _written,
+    "a layer": lambda model: model.model.layers[0].mlp.register_module(
+        "up_proj", copy.deepcopy(model.model.layers[0].mlp.gate_proj)
+    ),
+    "a layer of torch": lambda model: model.model.layers[0].mlp.register_module(
+        "up_proj", torch.nn.Linear(32, 48, bias=False).to(BF16).requires_grad_(False)
+    ),
+}
+
+
+@pytest.mark.parametrize("what", CHANGES)
+def test_a_graph_of_stored_weights_notices_what_changes_in_a_layer(what: str) -> None:
+    model, other = stored_models("current")
+    before = logits_of(model)
+    assert torch.equal(logits_of(other), before)
+    for each in (model, other):
+        torch.manual_seed(0)
+        CHANGES[what](each)
+    after = logits_of(model)
+    assert not torch.equal(after, before)
+    assert torch.equal(logits_of(other), after)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
@@ -117,7 +118,8 @@ def bind(
     """
     if torch.compiler.is_compiling() or is_traced():
         shapes = shapes or _shapes(layer, offsets_on_device)
-        return _bind_captured(layer, device, dtype, shapes, first_gemm)
+        place = (device, dtype, first_gemm, torch.is_grad_enabled())
+        return bind_in_graph(layer, graph_key(layer), shapes, policy.current().values(), place)
     requested, tape = active(layer.outside_autocast), recompute.current()
     recipe = requested.quantize if requested.quantize is not None else requested.observe
     is_observing = requested.observe is not None
@@ -217,28 +219,40 @@ def _note_change(layer: LowPrecisionModule, recipe: Recipe | None, bound: Bound)
     )
 
 
-def _bind_captured(
-    layer: LowPrecisionModule,
-    device: torch.device,
-    dtype: torch.dtype,
-    shapes: tuple[LinkShape, ...],
-    first_gemm: int,
-) -> Bound:
-    # torch.compile traces this code, and guards a graph by every attribute that is read: the name
-    # of a layer is read only if the recipe depends on names.
-    active_text, backends = active_name(layer.outside_autocast), policy.current()
+GraphKey: TypeAlias = "tuple[tuple[str | None, str, bool, bool], str, tuple[object, ...]]"
+
+
+def graph_key(layer: LowPrecisionModule, fields: Sequence[str] = ()) -> GraphKey:
+    """Return what decides about ``layer`` in a graph besides its class and its parameters: what
+    :func:`~fp8core.modules.calls.bound.bind_captured` takes, the name of the active request, and
+    the values of ``fields``.
+
+    torch.compile traces this code, and compares each attribute that is read in each call of the
+    graph: the name of a layer is read only if the recipe depends on names.
+    """
+    active_text = active_name(layer.outside_autocast)
     name, peers = (layer.name, layer.peers) if reads_names(active_text) else (None, "")
     is_compiled = torch.compiler.is_dynamo_compiling()
     is_watched = layer._bindings.watch is not None
-    bound: Bound = bind_captured(
-        (layer.kind, type(layer).__name__, name, peers, is_compiled, is_watched),
-        tuple([shape.values() for shape in shapes]),
-        active_text,
-        backends.values(),
-        (device, dtype, first_gemm, torch.is_grad_enabled()),
-    )
+    values = tuple([getattr(layer, field) for field in fields])
+    return (name, peers, is_compiled, is_watched), active_text, values
+
+
+def bind_in_graph(
+    layer: LowPrecisionModule,
+    key: GraphKey,
+    shapes: Sequence[LinkShape],
+    backends: policy.Values,
+    place: tuple[torch.device, torch.dtype, int, bool],
+) -> Bound:
+    """Return the links of ``layer`` in a graph, where it also gets its delayed state; ``place`` as
+    of :func:`~fp8core.modules.calls.bound.bind_captured`."""
+    described, active_text, _ = key
+    values = tuple([shape.values() for shape in shapes])
+    kind = layer.kind, type(layer).__name__
+    bound: Bound = bind_captured((*kind, *described), values, active_text, backends, place)
     if bound.number is not None:
-        refused = layer.state_in_graph(bound.number, is_compiled)
+        refused = layer.state_in_graph(bound.number, described[2])
         return refused_in_graph(refused) if refused else bound
     return bound
 

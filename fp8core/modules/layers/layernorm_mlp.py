@@ -19,7 +19,13 @@ from fp8core.modules.calls.parameters import (
     default_init_method,
     refuse_arguments,
 )
-from fp8core.modules.layers.parallel import ALONE, LinearParameters, Parallel, ParallelModule
+from fp8core.modules.layers.parallel import (
+    ALONE,
+    NORM_FIELDS,
+    LinearParameters,
+    Parallel,
+    ParallelModule,
+)
 
 _NOT_OFFERED = (
     "ub_overlap_ag",
@@ -65,6 +71,7 @@ class LayerNormMLP(ParallelModule):
     """
 
     kind = "layernorm_mlp"
+    shape_fields = (*ParallelModule.shape_fields, *NORM_FIELDS)
     call_fields = (*ParallelModule.call_fields, "checkpoint")
     fc1_weight: torch.nn.Parameter
     fc1_bias: torch.nn.Parameter | None

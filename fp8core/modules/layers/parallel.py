@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from typing_extensions import override
@@ -134,6 +134,12 @@ class LinearParameters(NamedTuple):
     adds_bias: bool
 
 
+NORM_FIELDS = (
+    *("return_layernorm_output", "return_layernorm_output_gathered", "zero_centered_gamma"),
+)
+"""What may be set, besides :attr:`ParallelModule.shape_fields`, of a layer that has a norm."""
+
+
 class ParallelModule(LowPrecisionModule):
     """Base of the layers of linears, which may be spread over ranks, with Transformer Engine's
     attributes.
@@ -142,9 +148,10 @@ class ParallelModule(LowPrecisionModule):
     description of its parameters, from which follow their names, values, and links.
     """
 
-    shape_fields = (
-        *("return_bias", "return_layernorm_output", "return_layernorm_output_gathered"),
-        *("fuse_wgrad_accumulation", "save_original_input", "zero_centered_gamma"),
+    shape_fields: ClassVar[tuple[str, ...]] = (
+        "return_bias",
+        "fuse_wgrad_accumulation",
+        "save_original_input",
     )
     parallel: Parallel = ALONE
     parallel_mode: str | None = None
