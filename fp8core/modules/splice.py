@@ -66,12 +66,9 @@ class Splice:
     def __init__(self, parts: Sequence[Part], blocks: Sequence[torch.nn.Module]) -> None:
         self.parts, self.blocks = parts, blocks
         self._inside = [dict(block._modules) for block in blocks]
-        named = [*_names_of(parts)]
-        layers = {layer: None for layer, _ in named if layer is not None}
+        layers = {layer: None for layer, _ in _names_of(parts) if layer is not None}
         self.layers: list[LowPrecisionModule] = [*layers]
-        places = {layer: at for at, layer in enumerate(self.layers)}
-        # Of each parameter: the number of its layer and its name.
-        self._names = tuple((places.get(layer), name) for layer, name in named)  # type: ignore[arg-type]  # a shape's have none
+        self._names = self._names_now()
         self._forget()
 
     def _forget(self) -> None:
@@ -83,6 +80,15 @@ class Splice:
         self._followers: _Followers = ([], [])
         # By the addresses of what the layers are bound to, which is held beside the chain.
         self._chains: dict[tuple[object, ...], tuple[Chain | None, _Followers, Any]] = {}
+
+    def _names_now(self) -> tuple[tuple[int | None, str | None], ...]:
+        """Return the number of the layer and the name of each parameter."""
+        places: dict[Any, int] = {layer: at for at, layer in enumerate(self.layers)}
+        return tuple((places.get(layer), name) for layer, name in _names_of(self.parts))
+
+    def _is_changed(self) -> bool:
+        """Return whether classes of layers, or their parameters, as a bias, are others by now."""
+        return self._kinds_now() != self._kinds or self._names_now() != self._names
 
     def _kinds_now(self) -> list[type]:
         """Return the classes of the layers and of all within the module, any of which may compute
@@ -103,7 +109,7 @@ class Splice:
         if torch.compiler.is_compiling():
             return self._run_in_graph(x, brought)
         output, memo = None, self._memo
-        if memo is None and self._kinds_now() != self._kinds:
+        if memo is None and self._is_changed():
             return None
         try:
             params = _params(self.layers, self._names, brought)
@@ -113,7 +119,7 @@ class Splice:
             output = replay(self.blocks[0], memo, x, params)
         if output is None:
             self._memo, self._followers = None, ([], [])
-            if memo is not None and self._kinds_now() != self._kinds:
+            if memo is not None and self._is_changed():
                 return None
             output = self._run_anew(x, params, brought)
         sources, targets = self._followers
@@ -163,11 +169,8 @@ class Splice:
     def is_whole_in_graph(self) -> bool:
         """Return whether nobody has to see a call of one of the layers, while torch traces."""
         named = [(self.layers[at], name) for at, name in self._names if name is not None]  # type: ignore[index]  # a shape's have no name
-        return (
-            all(name in layer._parameters for layer, name in named)
-            and self._kinds_now() == self._kinds
-            and not self._is_seen()
-        )
+        has_all = all(name in layer._parameters for layer, name in named)
+        return has_all and not self._is_changed() and not self._is_seen()
 
     def places(self, text: str) -> tuple[tuple[Any, ...], ...]:
         """Return where the layers lie, by the numbers of blocks and names in them, the names of

@@ -247,6 +247,11 @@ CHANGES: dict[str, Callable[[Any], None]] = {
     "an activation": _set("mlp.act_fn", torch.nn.Tanh()),
     "another stored weight": lambda model: _other_weight(model, torch.clone),
     "a weight in high precision": lambda model: _other_weight(model, lambda w: w.dequantize()),
+    "a bias": lambda model: setattr(
+        model.model.layers[0].self_attn.q_proj,
+        "bias",
+        torch.nn.Parameter(torch.ones(32, dtype=BF16), requires_grad=False),
+    ),
     "values": _written,
     "a layer": lambda model: model.model.layers[0].mlp.register_module(
         "up_proj", copy.deepcopy(model.model.layers[0].mlp.gate_proj)

@@ -16,7 +16,7 @@ from fp8core.modules.calls.parameters import (
     refuse_arguments,
 )
 from fp8core.modules.layers.linear import NOT_OFFERED, Linear
-from fp8core.modules.layers.parallel import NORM_FIELDS, ParallelModule
+from fp8core.modules.layers.parallel import NORM_FIELDS
 
 _OF_LINEAR = (
     *("in_features", "out_features", "sequence_parallel", "tp_group", "tp_size", "bias", "name"),
@@ -44,7 +44,7 @@ class LayerNormLinear(Linear):
     """
 
     kind = "layernorm_linear"
-    shape_fields = (*ParallelModule.shape_fields, *NORM_FIELDS)
+    shape_fields = (*Linear.shape_fields, *NORM_FIELDS)
 
     def __init__(
         self,

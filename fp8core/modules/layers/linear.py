@@ -77,7 +77,7 @@ class Linear(ParallelModule):
     """
 
     kind = "linear"
-    shape_fields = (*ParallelModule.shape_fields, "use_bias")  # type: ignore[assignment]  # one more
+    shape_fields = (*ParallelModule.shape_fields, "use_bias")
     # Whether its parameters may be split over ranks after it was made.
     can_be_spread = True
 
