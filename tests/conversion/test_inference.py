@@ -357,6 +357,16 @@ def test_stored_experts_take_another_dtype_as_stored_linears_do() -> None:
     assert all(map(torch.equal, stored.tensors(), codes))
 
 
+def test_a_stored_model_takes_another_dtype_whatever_a_trace_left_of_it() -> None:
+    """Traces of torch.compile leave weak references to parameters in circles."""
+    model = sequential()
+    fp8core.quantize_(model, "rowwise")
+    circle: dict[str, object] = {"weight": weakref.ref(model[0].weight)}
+    circle["self"] = circle
+    del circle
+    assert model.float()[0].weight.dtype == torch.float32
+
+
 @pytest.mark.parametrize("convert", [fp8core.quantize_, fp8core.convert])
 def test_a_layer_adds_the_bias_that_it_has_by_now(convert: Callable[..., Any]) -> None:
     x, bias = torch.randn(4, 128, dtype=torch.bfloat16), torch.ones(256, dtype=torch.bfloat16)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import gc
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any, ClassVar
@@ -326,10 +328,7 @@ class DelayedModule(torch.nn.Module):
         return self
 
     @staticmethod
-    def _moved(
-        old: torch.Tensor | None, fn: Callable[[torch.Tensor], torch.Tensor]
-    ) -> torch.Tensor:
-        assert old is not None
+    def _moved(old: Any, fn: Callable[..., torch.Tensor]) -> Any:
         moved = fn(old)
         return moved if moved.dtype == old.dtype else old.to(moved.device)
 
@@ -468,8 +467,7 @@ class DelayedModule(torch.nn.Module):
 
 @contextlib.contextmanager
 def quantized_apart(parameters: dict[str, Any], fn: Callable[..., torch.Tensor]) -> Iterator[None]:
-    """Take those that are quantized out of a module's ``parameters``, which torch's ``_apply``
-    would decode, for the block; then move them by ``fn``."""
+    """Hide quantized ``parameters`` from torch's ``_apply``, which decodes; then move them."""
     quantized = {n: p for n, p in parameters.items() if isinstance(p, QuantizedTensor)}
     parameters.update(dict.fromkeys(quantized))
     try:
@@ -493,6 +491,8 @@ def _apply_quantized(weight: QuantizedTensor, fn: Callable[[torch.Tensor], torch
         weight.grad = None
         # As torch.nn.Module does for subclasses: every reference to the parameter sees it moved.
         moved = torch.nn.Parameter(result, weight.requires_grad)
+        if weakref.getweakrefs(weight):  # which swap_tensors refuses; traces leave circles of them
+            gc.collect()
         torch.utils.swap_tensors(weight, moved)  # type: ignore[no-untyped-call]  # torch's
         weight.grad = grad
 
