@@ -366,8 +366,10 @@ def test_graphs_of_delayed_scaling_run_as_the_chains_of_eager(is_whole: bool) ->
         for links in captured_links[entries:]
         if isinstance(links, Stateful) and links.after is not None
     ]
-    # Of q, k and v, and of gate and up, which no module cast by itself; of one chain on CUDA.
-    assert groups[:2] == ([[3, 2]] * 2 if BACKEND == "cuda" else [[3], [2]])
+    # Of q, k and v, and of gate and up, which no module cast by itself; on CUDA of one chain, but
+    # where transformers is traced, which then makes a mask.
+    is_joined = BACKEND == "cuda" and not is_whole
+    assert groups[:2] == ([[3, 2]] * 2 if is_joined else [[3], [2]])
     torch._dynamo.reset()
 
 
