@@ -36,7 +36,7 @@ SUBJECTS: Mapping[str, str] = {
     "activation srelu": r"srelu|SReLU(Link)?",
 }
 MOST = {
-    "lines of fp8core": 76_583,
+    "lines of fp8core": 76_584,
     "files": 266,
     "files under 100 lines": 39,
     "modules that list names": 0,

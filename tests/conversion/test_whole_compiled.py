@@ -252,6 +252,7 @@ CHANGES: dict[str, Callable[[Any], None]] = {
         "bias",
         torch.nn.Parameter(torch.ones(32, dtype=BF16), requires_grad=False),
     ),
+    "a forward": _set("mlp.up_proj.forward", lambda x: torch.ones(*x.shape[:-1], 48, dtype=BF16)),
     "values": _written,
     "a layer": lambda model: model.model.layers[0].mlp.register_module(
         "up_proj", copy.deepcopy(model.model.layers[0].mlp.gate_proj)

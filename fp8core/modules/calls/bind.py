@@ -234,6 +234,7 @@ def graph_key(layer: LowPrecisionModule, fields: Sequence[str] = ()) -> GraphKey
     name, peers = (layer.name, layer.peers) if reads_names(active_text) else (None, "")
     is_compiled = torch.compiler.is_dynamo_compiling()
     is_watched = layer._bindings.watch is not None
+    _ = layer.forward  # compared, too: one may be set on the object
     values = tuple([getattr(layer, field) for field in fields])
     return (name, peers, is_compiled, is_watched), active_text, values
 
