@@ -413,12 +413,12 @@ class QuantizedTensor(OperandTensor, QuantizedTensorStorage):
 
     def __tensor_flatten__(self) -> tuple[list[str], tuple[Any, ...]]:
         stored = vars(self)
-        if _FLAT not in stored:
+        flat: tuple[list[str], tuple[Any, ...]] | None = stored.get(_FLAT)
+        if flat is None:  # asked once: another thread may set an attribute meanwhile
             casting = self._casting
             names = [name for name in _INNER if stored[name] is not None]
             state = self._shares_scales, casting.slot is not None or self._lacks_slot
-            stored[_FLAT] = names, (self.plan, self.dtype, *state, casting.columns_of)
-        flat: tuple[list[str], tuple[Any, ...]] = stored[_FLAT]
+            flat = stored[_FLAT] = names, (self.plan, self.dtype, *state, casting.columns_of)
         return flat
 
     def __setattr__(self, name: str, value: object) -> None:
